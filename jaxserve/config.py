@@ -1,0 +1,118 @@
+"""Everything a server is started with: one frozen record, made by the command line or by ``LLM(...)``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "reference")
+LOAD_FORMATS = ("safetensors",)
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def cache_root() -> Path:
+    """Folder for everything jaxserve keeps between runs: ``$JAXSERVE_CACHE``, else the user's cache."""
+    if own := os.environ.get("JAXSERVE_CACHE"):
+        return Path(own).expanduser().absolute()
+    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    # The XDG specification has relative paths ignored.
+    return (shared if shared.is_absolute() else Path.home() / ".cache") / "jaxserve"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The model and the engine. ``None`` and "auto" mean: chosen by device and model, and logged.
+
+    Raises ``ValueError``, naming the flag, for a value that can never work.
+    """
+
+    model: str
+    """A directory in HuggingFace layout, or ``demo``."""
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    max_model_len: int | Literal["auto"] | None = None
+    """Prompt and answer together; None: what the model was made for; auto: that, or what the KV pool holds."""
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_memory: int | None = None
+    """Bytes of KV pool; overrides the memory fraction."""
+    num_gpu_blocks_override: int | None = None
+    attention_backend: str = "auto"
+    async_depth: int | None = None
+    tensor_parallel_size: int = 1
+    seed: int | None = None
+    """Seeds the seeds of unseeded requests, for reproducible experiments; None: the operating system's randomness."""
+    max_logprobs: int = 20
+    generation_config: str = "auto"
+    """auto: defaults from the model's generation_config.json; vllm: neutral defaults; or a directory."""
+    compilation_cache_dir: str | None = None
+    load_format: str = "safetensors"
+    token_buckets: tuple[int, ...] | None = None
+    """Padded sizes of prefill steps; None: a ladder by device. Fewer compile faster and waste more."""
+    row_buckets: tuple[int, ...] | None = None
+    """Padded numbers of decoding rows; None: a ladder by device."""
+
+    def __post_init__(self) -> None:
+        _choice("--dtype", self.dtype, DTYPES)
+        _choice("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        _choice("--load-format", self.load_format, LOAD_FORMATS)
+        for flag, value in (
+            ("--max-num-seqs", self.max_num_seqs),
+            ("--max-num-batched-tokens", self.max_num_batched_tokens),
+            ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
+            ("--kv-cache-memory", self.kv_cache_memory),
+            ("--max-model-len", self.max_model_len),
+        ):
+            if isinstance(value, int) and value < 1:
+                raise ValueError(f"{flag} must be at least 1, got {value}")
+        if self.block_size not in (8, 16, 32, 64, 128):
+            raise ValueError(f"--block-size must be 8, 16, 32, 64 or 128, got {self.block_size}")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.async_depth not in (None, 1, 2):
+            raise ValueError(f"--async-depth must be 1 or 2, got {self.async_depth}")
+        if self.tensor_parallel_size != 1:
+            raise ValueError("--tensor-parallel-size above 1 is not supported yet")
+        if not 0 <= self.max_logprobs <= 1000:
+            raise ValueError(f"--max-logprobs must be between 0 and 1000, got {self.max_logprobs}")
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """The HTTP side of a server."""
+
+    engine: EngineConfig
+    served_model_name: tuple[str, ...] = ()
+    """Names that requests may use; the first is the one in answers. Empty: the model argument as given."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    chat_template: str | None = None
+    """A Jinja file that replaces the model's own template."""
+    log_level: str = "info"
+    log_json: bool = False
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests may take to finish after SIGTERM."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    max_choices: int = 128
+    """Bound on n, and on prompts x n of one call (times eight)."""
+    enable_per_request_metrics: bool = False
+
+    def __post_init__(self) -> None:
+        _choice("--log-level", self.log_level, LOG_LEVELS)
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
+        if self.shutdown_timeout < 0:
+            raise ValueError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout:g}")
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.served_model_name or (self.engine.model,)
+
+
+def _choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{flag} must be one of {', '.join(allowed)}, got {value!r}")

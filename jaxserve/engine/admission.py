@@ -1,0 +1,100 @@
+"""The one door: what can never work is refused here, before anything is queued or sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from jaxserve.engine.messages import ModelInfo
+from jaxserve.request import EngineRequest, SamplingParams, fresh_seed
+
+
+class RequestError(ValueError):
+    """A request that can never work. ``param`` names the field, ``code`` is OpenAI's word for the fault."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+def room(prompt_len: int, info: ModelInfo) -> int:
+    """Tokens that may follow a prompt of this length; raises ``RequestError`` if not even one may."""
+    limit = min(info.max_model_len, info.max_kv_tokens)
+    if prompt_len >= limit:
+        what = "context length" if limit == info.max_model_len else "KV cache capacity"
+        raise RequestError(
+            f"This model's maximum {what} is {limit} tokens, but the prompt has {prompt_len} tokens;"
+            " at least one token of room is needed for the answer.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+    return limit - prompt_len
+
+
+def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: ModelInfo) -> int:
+    """The resolved max_tokens of a request; raises ``RequestError`` for one that can never be served."""
+    if not prompt_token_ids:
+        raise RequestError("The prompt is empty; at least one token is needed.", param="prompt")
+    low, high = min(prompt_token_ids), max(prompt_token_ids)
+    if low < 0 or high >= info.vocab_size:
+        bad = low if low < 0 else high
+        raise RequestError(f"Token id {bad} is not in [0, {info.vocab_size}).", param="prompt")
+    for token in sampling.stop_token_ids:
+        if not 0 <= token < info.vocab_size:
+            raise RequestError(
+                f"stop_token_ids holds {token}, which is not in [0, {info.vocab_size}).",
+                param="stop_token_ids",
+            )
+    if sampling.logprobs is not None and sampling.logprobs > info.max_logprobs:
+        raise RequestError(
+            f"logprobs may ask for at most {info.max_logprobs} tokens, got {sampling.logprobs}.",
+            param="logprobs",
+        )
+    available = room(len(prompt_token_ids), info)
+    if sampling.max_tokens is None:
+        return available
+    if sampling.max_tokens > available:
+        limit = min(info.max_model_len, info.max_kv_tokens)
+        what = "context length" if limit == info.max_model_len else "KV cache capacity"
+        raise RequestError(
+            f"This model's maximum {what} is {limit} tokens, but the request needs"
+            f" {len(prompt_token_ids) + sampling.max_tokens}: {len(prompt_token_ids)} of prompt and"
+            f" max_tokens={sampling.max_tokens}.",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    return sampling.max_tokens
+
+
+def make_requests(
+    request_id: str,
+    prompt_token_ids: list[int],
+    sampling: SamplingParams,
+    info: ModelInfo,
+    *,
+    arrival_time: float | None = None,
+    draw_seed: Callable[[], int] = fresh_seed,
+) -> list[EngineRequest]:
+    """``sampling.n`` engine requests, ids ``REQUEST_ID-0`` …; one seed, told apart by their choice index.
+
+    Raises ``RequestError``. max_tokens 0 needs no engine: callers answer it themselves after ``check``.
+    """
+    max_tokens = check(prompt_token_ids, sampling, info)
+    seed = draw_seed() if sampling.seed is None else sampling.seed
+    arrival_time = time.monotonic() if arrival_time is None else arrival_time
+    single = msgspec.structs.replace(sampling, n=1)
+    return [
+        EngineRequest(
+            request_id=f"{request_id}-{index}",
+            prompt_token_ids=prompt_token_ids,
+            sampling=single,
+            max_tokens=max_tokens,
+            seed=seed,
+            choice_index=index,
+            arrival_time=arrival_time,
+        )
+        for index in range(sampling.n)
+    ]

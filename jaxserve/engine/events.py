@@ -1,0 +1,32 @@
+"""One structured record a step: what metrics, notebooks and a crash report are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvent:
+    """A step as it was collected. Times are ``time.monotonic()`` seconds."""
+
+    submitted: float
+    collected: float
+    decode_requests: tuple[str, ...]
+    prefill_requests: tuple[str, ...]
+    num_tokens: int
+    """Tokens that the step computed …"""
+    padded_tokens: int
+    """… and the tokens of the bucket that it ran in."""
+    admitted: tuple[str, ...]
+    preempted: tuple[str, ...]
+    finished: tuple[str, ...]
+    running: int
+    waiting: int
+    free_blocks: int
+
+    @property
+    def kind(self) -> str:
+        """decode, prefill or mixed."""
+        if not self.prefill_requests:
+            return "decode"
+        return "mixed" if self.decode_requests else "prefill"

@@ -1,0 +1,156 @@
+"""Offline use: the engine in the caller's own process."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jaxserve.config import EngineConfig
+from jaxserve.demo import demo_model_directory
+from jaxserve.engine.admission import make_requests
+from jaxserve.engine.core import EngineCore
+from jaxserve.engine.defaults import sampling_defaults
+from jaxserve.engine.messages import TokenOutput
+from jaxserve.engine.output import ChoiceOutput, Token
+from jaxserve.request import SamplingParams, seed_source
+from jaxserve.runner import backend, compiles
+from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+
+@dataclass
+class Completion:
+    """One answer."""
+
+    index: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    """With their log-probabilities, if those were asked for."""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+
+@dataclass
+class RequestOutput:
+    """A prompt and its answers."""
+
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Completion]
+
+
+class LLM:
+    """A model, loaded and compiled, without a server.
+
+    ``model`` is a directory in HuggingFace layout, or "demo"; further options are those of ``EngineConfig``. Raises
+    ``CheckpointError`` or ``ValueError``, one line each, for what the caller can mend. ``engine`` may be stepped by
+    hand; ``generate`` and ``chat`` step it until their answers are complete.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        progress: Callable[[str], None] = logger.info,
+        **options: Any,
+    ) -> None:
+        self.config = EngineConfig(model=str(model), **options)
+        backend.configure(self.config)
+        compiles.thaw()
+        directory = demo_model_directory(progress=progress) if self.config.model == "demo" else Path(model)
+        self.tokenizer = Tokenizer.load(self.config.tokenizer or directory, chat_template)
+        self.engine = EngineCore.load(self.config, directory, progress)
+        self._defaults = sampling_defaults(directory, self.config.generation_config)
+        self._draw_seed = seed_source(self.config.seed)
+        self._ids = itertools.count()
+
+    def default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """The model's own defaults (generation_config.json) with ``changes``."""
+        return SamplingParams(**{**self._defaults, **changes})
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+    ) -> list[RequestOutput]:
+        """Complete prompts, given as text or as token ids, in their order. Raises ``ValueError`` before anything runs
+        if one of them can never be served."""
+        several = [prompts] if _is_single(prompts) else list(prompts)
+        texts = [p if isinstance(p, str) else None for p in several]
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in several]  # type: ignore[union-attr]
+        return self._run(texts, ids, sampling_params or self.default_sampling_params())
+
+    def chat(
+        self,
+        conversations: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | None = None,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        several = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        ids = [self.tokenizer.encode_chat(list(messages), **template_options) for messages in several]  # type: ignore[arg-type]
+        params = sampling_params or self.default_sampling_params(max_tokens=None)
+        return self._run([None] * len(ids), ids, params)
+
+    def _run(
+        self, texts: Sequence[str | None], prompts: list[list[int]], params: SamplingParams
+    ) -> list[RequestOutput]:
+        results: list[RequestOutput] = []
+        growing: dict[str, _Growing] = {}
+        requests = []
+        for text, ids in zip(texts, prompts, strict=True):
+            batch = make_requests(f"offline-{next(self._ids)}", ids, params, self.engine.info, draw_seed=self._draw_seed)
+            answers = [Completion(index) for index in range(len(batch))]
+            results.append(RequestOutput(text, ids, answers))
+            for request, answer in zip(batch, answers, strict=True):
+                growing[request.request_id] = _Growing(answer, ChoiceOutput(self.tokenizer, params))
+            requests += batch
+        for request in requests:
+            self.engine.add_request(request)
+        try:
+            while growing:
+                for _, output in self.engine.step():
+                    self._grow(growing, output)
+        finally:
+            self.engine.abort(growing)  # an interrupted call leaves nothing behind
+        return results
+
+    def _grow(self, growing: dict[str, _Growing], output: TokenOutput) -> None:
+        item = growing.get(output.request_id)
+        if item is None:
+            return
+        item.feed(output)
+        if item.choice.stopped:
+            self.engine.finish(output.request_id, item.choice.num_tokens)
+        if item.choice.finished:
+            del growing[output.request_id]
+
+
+@dataclass
+class _Growing:
+    answer: Completion
+    choice: ChoiceOutput
+
+    def feed(self, output: TokenOutput) -> None:
+        delta = self.choice.feed(output)
+        if delta is not None:
+            self.answer.text += delta.text
+            self.answer.tokens += delta.tokens
+            self.answer.finish_reason, self.answer.stop_reason = delta.finish_reason, delta.stop_reason
+            self.answer.error = delta.error
+
+
+def _is_single(prompts: Any) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))

@@ -1,0 +1,113 @@
+"""What the engine process and its clients say to each other: msgpack arrays over ZeroMQ."""
+
+from __future__ import annotations
+
+import msgspec
+
+from jaxserve.request import EngineRequest
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities at one generated position, before temperature and cuts."""
+
+    logprob: float
+    """Of the chosen token."""
+    top_ids: list[int]
+    """Likeliest first; as many as were asked for."""
+    top_logprobs: list[float]
+
+
+class Timings(msgspec.Struct, frozen=True, array_like=True):
+    """``time.monotonic()`` marks of one finished request."""
+
+    arrival: float
+    scheduled: float
+    first_token: float
+    last_token: float
+
+
+class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
+    """New tokens of one request, or its end."""
+
+    request_id: str
+    token_ids: list[int]
+    """Includes the stop token that ended the answer, if one did."""
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a token, when the request asked for them."""
+    finish_reason: str | None = None
+    """stop, length, abort or error; set once, in the request's last output."""
+    stop_reason: int | None = None
+    """The caller's stop token id that ended the answer (None for the model's own EOS)."""
+    error: str | None = None
+    timings: Timings | None = None
+
+
+# client -> engine
+
+
+class Add(Message, frozen=True):
+    requests: list[EngineRequest]
+
+
+class Abort(Message, frozen=True):
+    """Idempotent; unknown ids are ignored. An aborted request sends no further output."""
+
+    request_ids: list[str]
+
+
+class Finish(Message, frozen=True):
+    """The client saw a stop string end in this token: end the request, count ``kept_tokens`` generated tokens."""
+
+    request_id: str
+    kept_tokens: int
+
+
+class Call(Message, frozen=True):
+    """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting)."""
+
+    call_id: int
+    method: str
+
+
+class Hello(Message, frozen=True):
+    """A client's first message: it is ready to hear."""
+
+
+ClientMessage = Add | Abort | Finish | Call | Hello
+
+# engine -> client
+
+
+class Ready(Message, frozen=True):
+    """Everything is loaded and compiled; answers every Hello from then on."""
+
+    info: ModelInfo
+
+
+class Outputs(Message, frozen=True):
+    """All that one step has for this client; an empty list is a sign of life, sent about once a second."""
+
+    outputs: list[TokenOutput]
+
+
+class Reply(Message, frozen=True):
+    call_id: int
+    result: bytes
+
+
+EngineMessage = Ready | Outputs | Reply
+
+
+class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
+    """What a client needs to know of the running engine."""
+
+    vocab_size: int
+    max_model_len: int
+    max_kv_tokens: int
+    """Tokens that the KV pool holds at most, for one request alone."""
+    max_logprobs: int
+    version: str

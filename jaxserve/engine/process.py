@@ -1,0 +1,174 @@
+"""The engine process: the synchronous engine behind a ZeroMQ socket that its own loop polls.
+
+``python -m jaxserve.engine.process`` reads its task as JSON from standard input. It ignores SIGINT, dies with its
+parent, and holds the write end of a pipe, so that everybody who reads the other end sees it die, whatever the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from jaxserve import lifeline, logs
+from jaxserve.config import EngineConfig
+from jaxserve.engine.core import ClientOutput, EngineCore
+from jaxserve.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    ClientMessage,
+    EngineMessage,
+    Finish,
+    Hello,
+    Outputs,
+    Ready,
+    Reply,
+    TokenOutput,
+)
+from jaxserve.request import EngineRequest
+from jaxserve.runner import backend
+
+logger = logging.getLogger(__name__)
+
+EXIT_STARTUP_FAILED = 1
+EXIT_CRASHED = 70
+SIGN_OF_LIFE_SECONDS = 1
+
+
+class EngineTask(msgspec.Struct, frozen=True, kw_only=True):
+    """What the parent tells the engine process."""
+
+    config: EngineConfig
+    directory: str
+    address: str
+    """ZeroMQ address to bind."""
+    parent_fd: int
+    """Read end of a pipe that only the parent can write to: its end of file is the parent's death."""
+    log_level: str
+    log_json: bool
+
+
+class EngineServer:
+    """Moves messages between clients and an engine, one message a step and client."""
+
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+        self._core = core
+        self._socket = socket
+        self._decoder = msgspec.msgpack.Decoder(ClientMessage)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._last_sent: dict[bytes, float] = {}
+        """When each client last heard of us."""
+
+    def run(self) -> None:
+        """Serve for ever; an exception out of here is a crash of the engine."""
+        while True:
+            if not self._core.has_work():
+                start = time.monotonic()
+                self._socket.poll(SIGN_OF_LIFE_SECONDS * 1000)
+                self._core.metrics.idle(time.monotonic() - start)
+            self._receive()
+            self._send_outputs(self._core.step())
+
+    def _receive(self) -> None:
+        while self._socket.poll(0):
+            client, payload = self._socket.recv_multipart()
+            try:
+                message = self._decoder.decode(payload)
+            except msgspec.MsgspecError as error:
+                logger.error("dropped a message that could not be read: %s", error)
+                continue
+            self._handle(client, message)
+
+    def _handle(self, client: bytes, message: ClientMessage) -> None:
+        match message:
+            case Add(requests):
+                self._add(client, requests)
+            case Abort(request_ids):
+                self._core.abort(request_ids)
+            case Finish(request_id, kept_tokens):
+                self._core.finish(request_id, kept_tokens)
+            case Call(call_id, method):
+                self._send(client, Reply(call_id, self._call(method)))
+            case Hello():
+                self._send(client, Ready(self._core.info))
+
+    def _add(self, client: bytes, requests: list[EngineRequest]) -> None:
+        refused = []
+        for item in requests:
+            try:
+                self._core.add_request(item, client)
+            except ValueError as error:
+                refused.append(
+                    TokenOutput(request_id=item.request_id, token_ids=[], finish_reason="error", error=str(error))
+                )
+        if refused:
+            self._send(client, Outputs(refused))
+
+    def _call(self, method: str) -> bytes:
+        match method:
+            case "metrics":
+                return self._core.metrics.exposition()
+            case "load":
+                scheduler = self._core.scheduler
+                return self._encoder.encode({"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            case _:
+                return b""
+
+    def _send_outputs(self, outputs: list[ClientOutput]) -> None:
+        by_client: dict[bytes, list[TokenOutput]] = defaultdict(list)
+        for client, output in outputs:
+            by_client[client].append(output)
+        now = time.monotonic()
+        for client, last in self._last_sent.items():
+            if client in by_client or now - last > SIGN_OF_LIFE_SECONDS:
+                self._send(client, Outputs(by_client[client]))
+
+    def _send(self, client: bytes, message: EngineMessage) -> None:
+        self._last_sent[client] = time.monotonic()
+        self._socket.send_multipart([client, self._encoder.encode(message)])
+
+
+def main() -> int:
+    task = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineTask)
+    lifeline.exit_with_parent(task.parent_fd)
+    logs.setup(task.log_level, task.log_json)
+    context = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.bind(task.address)
+    try:
+        backend.configure(task.config)
+        core = EngineCore.load(task.config, Path(task.directory), logger.info)
+    except (ValueError, OSError) as error:
+        logger.error("%s", error)
+        return EXIT_STARTUP_FAILED
+    logger.info("ready: %s", describe(core))
+    try:
+        EngineServer(core, socket).run()
+    except Exception:
+        logger.critical("the engine crashed; its last step was %s", list(core.events)[-1:], exc_info=True)
+    return EXIT_CRASHED
+
+
+def describe(core: EngineCore) -> str:
+    """The engine's size in a line."""
+    info, plan = core.info, core.runner.plan
+    return (
+        f"{plan.dtype} on {plan.attention_backend} attention, up to {plan.max_num_seqs} sequences at once,"
+        f" {info.max_model_len} tokens each, KV cache of {info.max_kv_tokens} tokens"
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.flush()
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # no interpreter teardown: device libraries' threads may hang in it

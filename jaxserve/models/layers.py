@@ -1,0 +1,58 @@
+"""The pieces that Llama-like models are made of."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxserve.models.config import RopeConfig
+
+Array = jax.Array
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None, *, contract: int = 1) -> Array:
+    """The last ``contract`` axes of ``x`` against the first of ``weight``; every matmul of a layer is one of these."""
+    y = jnp.tensordot(x, weight, axes=contract)
+    return y if bias is None else y + bias
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich, arXiv:1910.07467)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
+    """Radians a position of each rotary pair, float32 ``[D / 2]``."""
+    inv_freq = 1.0 / config.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+    if config.kind == "linear":
+        inv_freq = inv_freq / config.factor
+    elif config.kind == "llama3":
+        inv_freq = _llama3_frequencies(inv_freq, config)
+    return inv_freq.astype(np.float32)
+
+
+def _llama3_frequencies(inv_freq: np.ndarray, config: RopeConfig) -> np.ndarray:
+    """Llama 3.1's scaling: slow pairs are slowed by ``factor``, fast ones kept, those between blended."""
+    original = config.original_max_position_embeddings
+    wavelength = 2 * math.pi / inv_freq
+    low, high = config.low_freq_factor, config.high_freq_factor
+    blend = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)  # 0: slow, 1: fast
+    return (1 - blend) * inv_freq / config.factor + blend * inv_freq
+
+
+def rope_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
+    """cos and sin, float32 ``[T, 1, D / 2]``, for ``positions[T]``."""
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotary embedding of ``x[T, heads, D]``, element i paired with i + D / 2 (Su et al., arXiv:2104.09864)."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    return turned.astype(x.dtype)

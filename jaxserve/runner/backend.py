@@ -1,0 +1,20 @@
+"""Process-wide jax settings, made before jax first touches a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxserve.config import EngineConfig, cache_root
+
+
+def configure(config: EngineConfig) -> None:
+    """Share of GPU memory, and the persistent compilation cache. Call before jax first touches a device."""
+    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    import jax
+
+    cache = Path(config.compilation_cache_dir or cache_root() / "xla")
+    cache.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

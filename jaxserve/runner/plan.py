@@ -1,0 +1,129 @@
+"""What a configuration comes to on this device with this model: every "chosen by the device" decided in one place."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from jaxserve.config import EngineConfig
+from jaxserve.models.config import CheckpointError, ModelConfig
+from jaxserve.models.kv_cache import bytes_per_block
+from jaxserve.runner.buckets import Ladder, doubling
+
+logger = logging.getLogger(__name__)
+
+CPU_KV_BYTES = 1 << 30
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Resolved settings of an engine; only the number of blocks is learned later."""
+
+    dtype: np.dtype
+    max_model_len: int
+    fit_model_len: bool
+    """Lower the stated length to what the KV pool can hold."""
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    block_size: int
+    ladder: Ladder
+    attention_backend: str
+    async_depth: int
+    max_logprobs: int
+
+    @property
+    def table_width(self) -> int:
+        """Blocks of a sequence of the greatest length."""
+        return -(-self.max_model_len // self.block_size)
+
+
+def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
+    """Decide what the configuration leaves open; raises ``ValueError`` for what cannot be."""
+    on_gpu = platform == "gpu"
+    max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
+    budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
+    max_model_len = _max_model_len(config, model)
+    rows = config.row_buckets or doubling(1, max_num_seqs, 2 if on_gpu else 4)
+    tokens = config.token_buckets or doubling(min(budget, 64 if on_gpu else 32), budget, 2 if on_gpu else 4)
+    ladder = Ladder(rows, tokens)
+    if ladder.max_rows != max_num_seqs:
+        raise ValueError(f"row_buckets must end with max_num_seqs ({max_num_seqs}), got {rows}")
+    if ladder.token_sizes[-1] != budget:
+        raise ValueError(f"token_buckets must end with max_num_batched_tokens ({budget}), got {tokens}")
+    return Plan(
+        dtype=_dtype(config, model, on_gpu),
+        max_model_len=max_model_len,
+        fit_model_len=config.max_model_len == "auto",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        block_size=config.block_size,
+        ladder=ladder,
+        attention_backend="reference" if config.attention_backend == "auto" else config.attention_backend,
+        async_depth=config.async_depth or 1,
+        max_logprobs=min(config.max_logprobs, model.vocab_size),
+    )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Linear RoPE scaling may be used up to ``factor`` times the stated length; nothing else may go beyond it."""
+    native = model.max_position_embeddings
+    if not isinstance(config.max_model_len, int):
+        return native
+    limit = int(native * model.rope.factor) if model.rope.kind == "linear" else native
+    if config.max_model_len > limit:
+        raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {limit} positions")
+    return config.max_model_len
+
+
+def _dtype(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> np.dtype:
+    """auto: float32 on a CPU; on a GPU what the checkpoint has, with bfloat16 in float32's place."""
+    name = config.dtype
+    if name == "auto":
+        if model.checkpoint_dtype not in NUMPY_DTYPES:
+            raise CheckpointError(f"config.json: dtype {model.checkpoint_dtype!r} is not supported")
+        name = "float32"
+        if on_gpu:
+            name = "float16" if model.checkpoint_dtype == "float16" else "bfloat16"
+    logger.info("computing in %s (the checkpoint says %s)", name, model.checkpoint_dtype)
+    return NUMPY_DTYPES[name]
+
+
+def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax.Device, reserve: int) -> int:
+    """Blocks of the KV pool, block 0 included; ``reserve`` bytes are left for programs. Raises ``ValueError``
+    with the numbers if not even one request's worth of blocks fits."""
+    per_block = bytes_per_block(model, plan.block_size, plan.dtype)
+    if config.num_gpu_blocks_override:
+        blocks = config.num_gpu_blocks_override
+        source = "--num-gpu-blocks-override"
+    else:
+        available, source = _kv_bytes(config, device, reserve)
+        # More than every slot at its greatest length can never be used.
+        blocks = min(available // per_block, plan.max_num_seqs * plan.table_width + 1)
+    if blocks < 2:
+        raise ValueError(
+            f"{source} leaves room for {max(blocks, 0)} KV blocks of {per_block} bytes, at least 2 are needed;"
+            " raise --kv-cache-memory or --gpu-memory-utilization"
+        )
+    return int(blocks)
+
+
+def _kv_bytes(config: EngineConfig, device: jax.Device, reserve: int) -> tuple[int, str]:
+    if config.kv_cache_memory:
+        return config.kv_cache_memory, f"--kv-cache-memory {config.kv_cache_memory}"
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(CPU_KV_BYTES, memory // 8), "an eighth of this machine's memory"
+    stats = device.memory_stats() or {}
+    limit, used = stats["bytes_limit"], stats["bytes_in_use"]
+    free = limit - used - reserve
+    return free, f"{limit} bytes of device memory less {used} in use and {reserve} for programs"

@@ -1,0 +1,128 @@
+"""The closed list of programs of an engine, compiled from shapes before the first request."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.models.attention import AttentionSpec
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.kv_cache import KVCache, cache_shapes
+from jaxserve.models.registry import model_module
+from jaxserve.runner import batch
+from jaxserve.runner.batch import BatchState
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.plan import Plan
+from jaxserve.runner.sampler import VARIANTS, SamplerVariant, choose_tokens
+
+Array = jax.Array
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Programs:
+    """Compiled programs. A step is ``forward[bucket]``, then ``sample[rows of the bucket, variant]``."""
+
+    forward: dict[Bucket, Any]
+    """(params, cache, state, packed) -> (cache, state, logits, rows); cache and state are donated."""
+    sample: dict[tuple[int, SamplerVariant], Any]
+    """(state, logits, rows) -> (state, result); the state is donated."""
+    update_rows: Any
+    """(state, rows) -> state; the state is donated."""
+
+
+class ProgramBuilder:
+    """Lowers and compiles the programs of one model on one mesh."""
+
+    def __init__(self, model: ModelConfig, plan: Plan, params: Any, mesh: Mesh, num_blocks: int) -> None:
+        self._model = model
+        self._plan = plan
+        self._module = model_module(model.architecture)
+        self._replicated = NamedSharding(mesh, P())
+        self._spec = AttentionSpec(mesh, plan.attention_backend, model.head_dim**-0.5)
+        self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
+        self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
+        self.state = jax.tree.map(
+            lambda a: self._shape(a.shape, a.dtype), BatchState.zeros(plan.max_num_seqs, plan.table_width)
+        )
+
+    def _shape(self, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self._replicated)
+
+    def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
+        return self._shape((batch.packed_size(bucket),), np.int32)
+
+    def forward(self, bucket: Bucket) -> Any:
+        """Compile the forward program of a bucket."""
+
+        def forward(
+            params: Any, cache: KVCache, state: BatchState, packed: Array
+        ) -> tuple[KVCache, BatchState, Array, Array]:
+            inputs, state = batch.unpack(packed, state, bucket, self._plan.block_size)
+            hidden, cache = self._module.forward(
+                params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=self._spec
+            )
+            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model)
+            return cache, state, logits, inputs.rows
+
+        jitted = jax.jit(forward, donate_argnums=(1, 2))
+        compiled = jitted.lower(self._params, self.cache, self.state, self._packed(bucket)).compile()
+        _check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
+        return compiled
+
+    def sample(self, rows: int, variant: SamplerVariant) -> Any:
+        """Compile the sampling program for a number of rows."""
+
+        def sample(state: BatchState, logits: Array, rows: Array) -> tuple[BatchState, Array]:
+            return choose_tokens(state, logits, rows, variant=variant, max_logprobs=self._plan.max_logprobs)
+
+        logits = self._shape((rows, self._model.vocab_size), jnp.float32)
+        return jax.jit(sample, donate_argnums=0).lower(self.state, logits, self._shape((2, rows), np.int32)).compile()
+
+    def update_rows(self) -> Any:
+        rows = (batch.UPDATE_ROWS, 2 + batch.SAMPLING_WORDS + self._plan.table_width)
+        return batch.apply_row_updates.lower(self.state, self._shape(rows, np.int32)).compile()
+
+    def all(self, progress: Progress, workers: int) -> Programs:
+        """Compile everything, a progress line a program, up to ``workers`` at a time."""
+        buckets = self._plan.ladder.all()
+        samplers = [(rows, v) for rows in sorted({b.rows for b in buckets}) for v in VARIANTS]
+        total = len(buckets) + len(samplers) + 1
+        counter = itertools.count(1)
+
+        def timed(what: str, compile_one: Callable[[], Any]) -> Any:
+            start = time.monotonic()
+            program = compile_one()
+            progress(f"compiled {next(counter)}/{total}: {what} ({time.monotonic() - start:.1f} s)")
+            return program
+
+        with ThreadPoolExecutor(workers) as pool:
+            update_rows = pool.submit(timed, "row update", self.update_rows)
+            forward = {b: pool.submit(timed, f"forward {b}", partial(self.forward, b)) for b in reversed(buckets)}
+            sample = {
+                (r, v): pool.submit(timed, f"sample {r} rows, {v}", partial(self.sample, r, v)) for r, v in samplers
+            }
+            return Programs(
+                update_rows=update_rows.result(),
+                forward={b: forward[b].result() for b in buckets},
+                sample={key: future.result() for key, future in sample.items()},
+            )
+
+
+def _check_aliased(compiled: Any, donated: Any, what: str) -> None:
+    """A donation that does not take would copy the whole cache every step, without a word."""
+    expected = sum(np.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(donated))
+    aliased = compiled.memory_analysis().alias_size_in_bytes
+    if aliased < expected:
+        raise RuntimeError(f"{what} reuses {aliased} bytes of the KV cache and state in place, expected {expected}")

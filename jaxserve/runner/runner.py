@@ -1,0 +1,219 @@
+"""Runs steps on the devices: the only holder of parameters, KV cache and batch state."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxserve.config import EngineConfig
+from jaxserve.models import kv_cache
+from jaxserve.models.config import ModelConfig, load_model_config
+from jaxserve.models.registry import model_module
+from jaxserve.models.weights import Checkpoint
+from jaxserve.runner import batch, compiles
+from jaxserve.runner.batch import BatchState
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.plan import make_plan, num_blocks
+from jaxserve.runner.programs import ProgramBuilder
+from jaxserve.runner.sampler import NON_FINITE, SamplerVariant, split_result
+from jaxserve.scheduling.schedule import SchedulerOutput
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str], None]
+
+WORKSPACE_BYTES = 512 << 20
+"""Left on a GPU for libraries' workspaces, recorded graphs and fragmentation."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowOutput:
+    """What a step gave one of its rows."""
+
+    token_ids: list[int]
+    """Sampled tokens, one now; empty if the row does not sample or its logits were not finite."""
+    finite: bool = True
+    logprob: float | None = None
+    top_ids: tuple[int, ...] = ()
+    top_logprobs: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Results in the order of ``SchedulerOutput.rows``."""
+
+    rows: list[RowOutput]
+
+
+class PendingStep:
+    """A step that was submitted and may not have run yet."""
+
+    def __init__(
+        self,
+        schedule: SchedulerOutput,
+        bucket: Bucket,
+        result: jax.Array,
+        places: list[int],
+        max_logprobs: int,
+    ) -> None:
+        self.schedule = schedule
+        self.bucket = bucket
+        self._result = result
+        self._places = places
+        self._max_logprobs = max_logprobs
+
+    def result(self) -> StepOutput:
+        """Wait for the step and read it."""
+        table = np.asarray(self._result)
+        tokens, logprobs, top_ids, top_logprobs = split_result(table, self._max_logprobs)
+        rows = []
+        for place, item in zip(self._places, self.schedule.rows, strict=True):
+            token = int(tokens[place])
+            if not item.samples:
+                rows.append(RowOutput([]))
+            elif token == NON_FINITE:
+                rows.append(RowOutput([], finite=False))
+            elif item.wants_logprobs:
+                rows.append(
+                    RowOutput(
+                        [token],
+                        logprob=float(logprobs[place]),
+                        top_ids=tuple(top_ids[place].tolist()),
+                        top_logprobs=tuple(top_logprobs[place].tolist()),
+                    )
+                )
+            else:
+                rows.append(RowOutput([token]))
+        return StepOutput(rows)
+
+
+class ModelRunner:
+    """Loads a model, compiles its programs, allocates the KV pool, and then only submits steps.
+
+    Raises ``CheckpointError`` or ``ValueError``, one line each, for what the user can mend.
+    """
+
+    def __init__(self, config: EngineConfig, directory: Path, progress: Progress) -> None:
+        self.startup_seconds: dict[str, float] = {}
+        self.model_config: ModelConfig = load_model_config(directory)
+        devices = jax.devices()[: config.tensor_parallel_size]
+        self._on_cpu = devices[0].platform == "cpu"
+        self.plan = make_plan(config, self.model_config, devices[0].platform)
+        self._mesh = Mesh(np.array(devices), ("tp",))
+        self._replicated = NamedSharding(self._mesh, P())
+        if self.plan.dtype == np.float32:
+            jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU would use TF32
+        with self._phase("load"):
+            self._params = self._load(directory, progress)
+        with self._phase("compile"):
+            reserve = 0 if self._on_cpu else self._program_bytes()
+            self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserve)
+            builder = self._builder(self.num_blocks)
+            # Compiling in parallel would disturb the timings that a GPU's autotuner goes by.
+            self._programs = builder.all(progress, workers=(os.cpu_count() or 1) if self._on_cpu else 1)
+        with self._phase("allocate"):
+            self._cache = kv_cache.allocate(builder.cache)
+            zeros = BatchState.zeros(self.plan.max_num_seqs, self.plan.table_width)
+            self._state: BatchState = jax.device_put(zeros, self._replicated)
+        with self._phase("warm_up"):
+            self._warm_up()
+        compiles.freeze()
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        yield
+        self.startup_seconds[name] = time.monotonic() - start
+        logger.info("start-up phase %s took %.1f s", name, self.startup_seconds[name])
+
+    def _load(self, directory: Path, progress: Progress) -> Any:
+        checkpoint = Checkpoint(directory, self.plan.dtype)
+        layers = self.model_config.num_layers
+
+        def put(array: np.ndarray, spec: P) -> jax.Array:
+            return jax.device_put(array, NamedSharding(self._mesh, spec))
+
+        def layer_done(done: int) -> None:
+            if done == layers or done % max(1, layers // 4) == 0:
+                progress(f"loaded {done}/{layers} layers")
+
+        params = model_module(self.model_config.architecture).load_params(
+            checkpoint, self.model_config, put, layer_done
+        )
+        return jax.block_until_ready(params)
+
+    def _builder(self, blocks: int) -> ProgramBuilder:
+        return ProgramBuilder(self.model_config, self.plan, self._params, self._mesh, blocks)
+
+    def _program_bytes(self) -> int:
+        """Device memory that the hungriest step takes beside parameters and cache: its temporaries and logits."""
+        bucket = self.plan.ladder.all()[-1]
+        memory = self._builder(2).forward(bucket).memory_analysis()
+        logits = 4 * bucket.rows * self.model_config.vocab_size
+        return memory.temp_size_in_bytes + 4 * logits + WORKSPACE_BYTES
+
+    def _warm_up(self) -> None:
+        """Run every program three times on padding: a GPU records its graphs on the first two. A CPU has none."""
+        padding = SchedulerOutput((), (), greedy=True, logprobs=False)
+        for _ in range(0 if self._on_cpu else 3):
+            self._update_rows(padding)
+            logits = {}
+            for bucket in self._programs.forward:
+                logits[bucket.rows] = self._forward(padding, bucket)
+            for rows, variant in self._programs.sample:
+                self._sample(*logits[rows], variant)
+        jax.block_until_ready(self._state)
+
+    def submit(self, schedule: SchedulerOutput) -> PendingStep:
+        """Dispatch one step; returns before it has run."""
+        bucket, places = self._place(schedule)
+        self._update_rows(schedule)
+        logits, rows = self._forward(schedule, bucket)
+        result = self._sample(logits, rows, SamplerVariant(schedule.greedy, schedule.logprobs))
+        result.copy_to_host_async()
+        return PendingStep(schedule, bucket, result, places, self.plan.max_logprobs)
+
+    def _place(self, schedule: SchedulerOutput) -> tuple[Bucket, list[int]]:
+        """The bucket of a step, and where in it each of the step's rows stands."""
+        decode, prefill = len(schedule.decode), len(schedule.prefill)
+        bucket = self.plan.ladder.choose(decode, schedule.num_prefill_tokens, prefill)
+        return bucket, [*range(decode), *range(bucket.decode_rows, bucket.decode_rows + prefill)]
+
+    def _update_rows(self, schedule: SchedulerOutput) -> None:
+        items = [item for item in schedule.rows if item.block_ids is not None]
+        nobody = self.plan.max_num_seqs + 1  # out of range: dropped
+        for rows in batch.pack_row_updates(items, self.plan.table_width, nobody):
+            self._state = self._programs.update_rows(self._state, jax.device_put(rows, self._replicated))
+
+    def _forward(self, schedule: SchedulerOutput, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
+        packed = batch.pack(schedule.decode, schedule.prefill, bucket, null_slot=self.plan.max_num_seqs)
+        self._cache, self._state, logits, rows = self._programs.forward[bucket](
+            self._params, self._cache, self._state, jax.device_put(packed, self._replicated)
+        )
+        return logits, rows
+
+    def _sample(self, logits: jax.Array, rows: jax.Array, variant: SamplerVariant) -> jax.Array:
+        program = self._programs.sample[logits.shape[0], variant]
+        self._state, result = program(self._state, logits, rows)
+        return result
+
+    def logits(self, schedule: SchedulerOutput) -> np.ndarray:
+        """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""
+        bucket, places = self._place(schedule)
+        self._update_rows(schedule)
+        return np.asarray(self._forward(schedule, bucket)[0])[places]
+
+    def block_tables(self) -> np.ndarray:
+        """The device's block tables ``[slots, M]``, copied; for looking at, not for the step path."""
+        return np.asarray(self._state.block_tables)[0, :-1]

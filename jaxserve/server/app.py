@@ -1,0 +1,66 @@
+"""The Litestar application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from litestar import Litestar
+from litestar.datastructures import State
+from litestar.types import Message, Scope
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.client import EngineClient
+from jaxserve.server import openai, operations
+from jaxserve.server.context import ServerContext
+from jaxserve.server.errors import answer_error
+from jaxserve.tokenizer import Tokenizer
+
+MAX_REQUEST_ID = 256
+
+
+def create_app(
+    config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, defaults: dict[str, Any]
+) -> Litestar:
+    """The HTTP side of a server. The client is started and closed with the application."""
+    context = ServerContext(config=config, client=client, tokenizer=tokenizer, defaults=defaults)
+
+    @asynccontextmanager
+    async def engine_line(_: Litestar) -> AsyncIterator[None]:
+        await client.start()
+        try:
+            yield
+        finally:
+            await client.close()
+
+    return Litestar(
+        route_handlers=[
+            openai.completions,
+            openai.chat_completions,
+            openai.list_models,
+            openai.get_model,
+            openai.tokenize,
+            openai.detokenize,
+            operations.health,
+            operations.version,
+            operations.metrics,
+            operations.load,
+        ],
+        exception_handlers={Exception: answer_error},
+        before_send=[echo_request_id],
+        lifespan=[engine_line],
+        state=State({"context": context}),
+        request_max_body_size=config.max_body_bytes,
+        openapi_config=None,
+        logging_config=None,
+    )
+
+
+async def echo_request_id(message: Message, scope: Scope) -> None:
+    """The client's own X-Request-Id goes back to it; nothing here is named after it."""
+    if message["type"] == "http.response.start":
+        for name, value in scope["headers"]:
+            if name == b"x-request-id" and len(value) <= MAX_REQUEST_ID:
+                message["headers"] = [*message["headers"], (name, value)]
+                break

@@ -1,0 +1,62 @@
+"""What the handlers share: one record for the life of an API process."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from litestar.connection import ASGIConnection
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine.client import EngineClient
+from jaxserve.request import fresh_seed
+from jaxserve.server.errors import ApiError
+from jaxserve.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class ServerContext:
+    config: ServerConfig
+    client: EngineClient
+    tokenizer: Tokenizer
+    defaults: Mapping[str, Any]
+    """Sampling defaults of the model; what a client sends goes before them."""
+    draining: bool = False
+    """Set on SIGTERM: what runs may finish, nothing new begins."""
+    started: int = field(default_factory=lambda: int(time.time()))
+    draw_seed: Callable[[], int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.draw_seed = fresh_seed
+        if (seed := self.config.engine.seed) is not None:
+            source = random.Random(seed)
+            self.draw_seed = lambda: source.getrandbits(64) - 2**63
+
+    @property
+    def model_name(self) -> str:
+        return self.config.model_names[0]
+
+    def check_serving(self) -> None:
+        """Raises ``ApiError`` 503 unless a new request could be answered now."""
+        if self.draining:
+            raise ApiError(503, "The server is shutting down.", code="shutting_down")
+        match self.client.state:
+            case "dead":
+                raise ApiError(503, "The engine is not running any more.", code="engine_dead")
+            case "loading":
+                raise ApiError(503, "The model is still loading.", code="loading")
+
+
+def context_of(connection: ASGIConnection[Any, Any, Any, Any]) -> ServerContext:
+    """The record of the application that this request came to."""
+    context: ServerContext = connection.app.state.context
+    return context
+
+
+def new_id(kind: str) -> str:
+    """An id of our own, also where the client sends one: two clients may send the same."""
+    return f"{kind}-{secrets.token_hex(16)}"

@@ -1,0 +1,91 @@
+"""Every fault becomes OpenAI's error body, with the status that fits and nothing of our insides."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException
+
+from jaxserve.engine.admission import RequestError
+from jaxserve.engine.client import EngineDeadError, EngineUnavailableError
+from jaxserve.server.schemas import ErrorDetail, ErrorResponse
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER = 5
+CLIENT_CLOSED_REQUEST = 499
+
+_TYPES = {401: "authentication_error", 503: "service_unavailable_error"}
+_CODES = {
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "request_too_large",
+    415: "unsupported_media_type",
+    500: "internal_error",
+    503: "unavailable",
+}
+_MESSAGES = {
+    404: "There is no such route.",
+    405: "This route does not take that method.",
+    413: "The request body is larger than this server accepts.",
+    500: "The server failed to answer this request.",
+}
+
+
+class ApiError(Exception):
+    """An error with all that its body and headers need."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or _CODES.get(status)
+
+    def body(self) -> bytes:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return msgspec.json.encode(ErrorResponse(error=detail))
+
+
+class GenerationError(RuntimeError):
+    """The engine gave up one request, for a reason that it tells."""
+
+
+class ClientDisconnectedError(RuntimeError):
+    """The client left before its answer was ready."""
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of a fault; one that nobody foresaw is logged here."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(400, str(error), param=error.param, code=error.code)
+        case EngineDeadError():
+            return ApiError(503, "The engine is not running any more.", code="engine_dead")
+        case EngineUnavailableError():
+            return ApiError(503, f"The server cannot answer now: {error}.", code="unavailable")
+        case GenerationError():
+            return ApiError(500, str(error), code="generation_failed")
+        case ClientDisconnectedError():
+            return ApiError(CLIENT_CLOSED_REQUEST, str(error), code="client_closed_request")
+        case HTTPException() if error.status_code < 500:
+            return ApiError(error.status_code, _MESSAGES.get(error.status_code, error.detail))
+    logger.error("a request failed", exc_info=error)
+    return ApiError(500, _MESSAGES[500])
+
+
+def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    """Litestar's exception handler for everything."""
+    fault = as_api_error(error)
+    headers = {"Retry-After": str(RETRY_AFTER)} if fault.status in (429, 503) else {}
+    if isinstance(error, HTTPException) and error.headers:
+        headers.update({name: value for name, value in error.headers.items() if name.lower() == "allow"})
+    return Response(fault.body(), status_code=fault.status, media_type="application/json", headers=headers)

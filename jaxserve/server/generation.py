@@ -1,0 +1,137 @@
+"""Running one call: its prompts times its choices, from the engine's tokens to deltas of text."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from litestar import Request
+
+from jaxserve.engine.client import EngineClient
+from jaxserve.engine.output import ChoiceOutput, Delta, Token
+from jaxserve.request import EngineRequest, FinishReason, SamplingParams
+from jaxserve.server.errors import ClientDisconnectedError, GenerationError
+from jaxserve.server.schemas import PromptTokensDetails, Usage
+from jaxserve.server.validate import Prompt
+from jaxserve.tokenizer import Tokenizer
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer of a call."""
+
+    index: int
+    prompt: Prompt
+    request: EngineRequest | None
+    """None for max_tokens 0, which needs no engine."""
+    output: ChoiceOutput
+    is_first_of_prompt: bool
+    text: str = ""
+    """The answer as it has grown, where it is to be given whole; likewise what follows."""
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    def add(self, delta: Delta) -> None:
+        self.text += delta.text
+        self.tokens += delta.tokens
+        self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
+
+
+@dataclass(slots=True)
+class Generation:
+    """One call, once it has been let in."""
+
+    id: str
+    model: str
+    tokenizer: Tokenizer
+    sampling: SamplingParams
+    prompts: Sequence[Prompt]
+    choices: Sequence[Choice]
+    echo: bool = False
+    return_token_ids: bool = False
+    include_usage: bool = False
+    continuous_usage: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def usage(self) -> Usage:
+        """What has been used so far; a prompt counts once, however many answers it gets."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        completion_tokens = sum(choice.output.num_tokens for choice in self.choices)
+        return Usage(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(),
+        )
+
+    async def deltas(self, client: EngineClient) -> AsyncGenerator[tuple[Choice, Delta], None]:
+        """What the answers grow by, until all are finished; closing it early aborts the rest."""
+        running = {choice.request.request_id: choice for choice in self.choices if choice.request}
+        for choice in self.choices:
+            if choice.request is None:
+                yield choice, Delta("", (), FinishReason.LENGTH)
+        if not running:
+            return
+        requests = [choice.request for choice in running.values() if choice.request]
+        async with aclosing(client.generate(requests)) as outputs:
+            async for output in outputs:
+                choice = running[output.request_id]
+                delta = choice.output.feed(output)
+                if choice.output.stopped:
+                    client.finish(output.request_id, choice.output.num_tokens)
+                if delta is None:
+                    continue
+                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                    raise GenerationError(delta.error or "The request was aborted.")
+                yield choice, delta
+
+    async def complete(self, client: EngineClient) -> None:
+        """Runs to the end; then the choices hold their answers."""
+        async with aclosing(self.deltas(client)) as deltas:
+            async for choice, delta in deltas:
+                choice.add(delta)
+
+
+def make_choices(
+    prompts: Sequence[Prompt],
+    requests: Sequence[Sequence[EngineRequest]],
+    sampling: SamplingParams,
+    tokenizer: Tokenizer,
+) -> list[Choice]:
+    """Choices in the order of their indices: all of the first prompt, then all of the second."""
+    return [
+        Choice(
+            index=number * sampling.n + index,
+            prompt=prompt,
+            request=requests[number][index] if requests[number] else None,
+            output=ChoiceOutput(tokenizer, sampling),
+            is_first_of_prompt=index == 0,
+        )
+        for number, prompt in enumerate(prompts)
+        for index in range(sampling.n)
+    ]
+
+
+async def unless_disconnected[T](request: Request[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T:
+    """Awaits the work, but cancels it when the client leaves, which otherwise nobody would see."""
+    running = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(request))
+    try:
+        await asyncio.wait((running, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            raise ClientDisconnectedError("the client closed the connection")
+        return running.result()
+    finally:
+        for task in (running, watching):
+            task.cancel()
+        await asyncio.gather(running, watching, return_exceptions=True)
+
+
+async def _disconnect(request: Request[Any, Any, Any]) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,189 @@
+"""The parent: binds the port, starts the engine process and the API process, and outlives both."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+from jaxserve import logs
+from jaxserve.config import ServerConfig
+from jaxserve.demo import demo_model_directory
+
+logger = logging.getLogger(__name__)
+
+CRASH_GRACE_SECONDS = 3.0
+"""After an engine's death, time for the API process to end its streams and to answer 503."""
+INTERRUPT_DRAIN_SECONDS = 5.0
+EXIT_ENGINE_STARTUP_FAILED = 1
+
+
+def run(config: ServerConfig) -> int:
+    """Serve until told to stop; returns the exit code."""
+    logs.setup(config.log_level, config.log_json)
+    stop = _StopSignals()
+    try:
+        directory = _model_directory(config)
+        listener = _listen(config)
+    except (OSError, RuntimeError, ValueError) as error:
+        logger.error("%s", error)
+        return 1
+    with listener, _scratch() as scratch:
+        children = _Children(config, directory, listener, scratch)
+        try:
+            return children.supervise(stop)
+        finally:
+            children.kill()
+
+
+class _StopSignals:
+    """Remembers SIGTERM and SIGINT instead of raising in odd places."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.interrupted = False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.interrupted |= number == signal.SIGINT
+
+
+def _model_directory(config: ServerConfig) -> Path:
+    if config.engine.model == "demo":
+        return demo_model_directory(progress=logger.info)
+    directory = Path(config.engine.model)
+    if not (directory / "config.json").is_file():
+        raise ValueError(
+            f"{directory} is not a model directory: it has no config.json (--model takes one, or demo)"
+        )
+    return directory.resolve()
+
+
+def _listen(config: ServerConfig) -> socket.socket:
+    family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
+    try:
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
+
+
+@contextlib.contextmanager
+def _scratch() -> Iterator[Path]:
+    """A private directory for the engine's socket."""
+    directory = Path(tempfile.mkdtemp(prefix="jaxserve-"))
+    try:
+        yield directory
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Children:
+    """The engine process and the API process.
+
+    Two pipes tell of death, whatever the cause: children read one that only this process can write to, and the API
+    process reads one that only the engine can write to.
+    """
+
+    def __init__(self, config: ServerConfig, directory: Path, listener: socket.socket, scratch: Path) -> None:
+        self._config = config
+        parent_read, self._parent_write = os.pipe()
+        engine_read, engine_write = os.pipe()
+        address = f"ipc://{scratch}/engine"
+        logging_options = {"log_level": config.log_level, "log_json": config.log_json}
+        engine_task = {
+            "config": config.engine,
+            "directory": str(directory),
+            "address": address,
+            "parent_fd": parent_read,
+            **logging_options,
+        }
+        api_task = {
+            "config": config,
+            "listen_fd": listener.fileno(),
+            "engine_address": address,
+            "engine_fd": engine_read,
+            "parent_fd": parent_read,
+            "model_directory": str(directory),
+        }
+        self.engine = _spawn("jaxserve.engine.process", engine_task, (parent_read, engine_write))
+        self.api = _spawn("jaxserve.server.process", api_task, (parent_read, engine_read, listener.fileno()))
+        for fd in (parent_read, engine_read, engine_write):
+            os.close(fd)
+
+    def supervise(self, stop: _StopSignals) -> int:
+        """Until a signal or a child's death; returns the exit code."""
+        while True:
+            if stop.count:
+                return self._shut_down(stop)
+            if (code := self.engine.poll()) is not None:
+                return self._engine_died(code)
+            if (code := self.api.poll()) is not None:
+                logger.error("the API process died (exit code %d)", code)
+                return 1
+            time.sleep(0.05)
+
+    def _engine_died(self, code: int) -> int:
+        if code != EXIT_ENGINE_STARTUP_FAILED:
+            logger.error("the engine process died (exit code %d); shutting down", code)
+            time.sleep(CRASH_GRACE_SECONDS)
+        return 1
+
+    def _shut_down(self, stop: _StopSignals) -> int:
+        """Let running requests finish, then end both processes. A second signal cuts the wait short."""
+        seconds = self._config.shutdown_timeout
+        if stop.interrupted:
+            seconds = min(seconds, INTERRUPT_DRAIN_SECONDS)
+        logger.info("stopping; running requests have %.0f s to finish", seconds)
+        self.api.terminate()
+        _wait(self.api, seconds, stop)
+        if self.api.poll() is None:
+            self.api.terminate()  # the second time it ends its streams with an error
+            _wait(self.api, 2.0, None)
+        return 0
+
+    def kill(self) -> None:
+        for child in (self.api, self.engine):
+            if child.poll() is None:
+                child.terminate()
+        for child in (self.api, self.engine):
+            _wait(child, 2.0, None)
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+        os.close(self._parent_write)
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float, stop: _StopSignals | None) -> None:
+    """Wait for a child to end, or for another signal."""
+    seen = stop.count if stop else 0
+    deadline = time.monotonic() + seconds
+    while child.poll() is None and time.monotonic() < deadline and not (stop and stop.count > seen):
+        time.sleep(0.02)
+
+
+def _spawn(module: str, task: dict[str, object], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
+    # Ignored signals stay ignored over exec: Ctrl-C in the terminal reaches the parent alone, from the child's first
+    # instruction on.
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        child = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=fds)
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
+        pipe.write(msgspec.json.encode(task))
+    return child

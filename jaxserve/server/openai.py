@@ -1,0 +1,172 @@
+"""OpenAI's routes: each handler reads a request, has it run, and writes the answer down."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from litestar import Request, Response, get, post
+from litestar.connection import ASGIConnection
+from litestar.handlers.base import BaseRouteHandler
+from litestar.response import Stream
+
+from jaxserve.request import SamplingParams
+from jaxserve.server import validate
+from jaxserve.server.context import ServerContext, context_of, new_id
+from jaxserve.server.generation import Generation, make_choices, unless_disconnected
+from jaxserve.server.parse import check_content_type, check_model, parse_body, unknown_model
+from jaxserve.server.protocol import ChatDialect, CompletionDialect, Dialect, stream_events
+from jaxserve.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    GenerationRequest,
+    ModelCard,
+    ModelList,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from jaxserve.server.validate import Prompt
+
+LARGE_BODY = 16 * 1024
+"""Bytes from which tokenising would keep the other streams waiting, so that it gets a thread."""
+
+
+def serving(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler) -> None:
+    """Guard: 503 while the model loads, while the server goes down, and when the engine is dead."""
+    context_of(connection).check_serving()
+
+
+@post("/v1/completions", status_code=200, guards=[serving])
+async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
+    context = context_of(request)
+    body = await read_body(request, CompletionRequest, context)
+    sampling = validate.completion_sampling(body, context.config, context.defaults)
+    prompts = await off_loop(
+        request, lambda: validate.completion_prompts(body, context.config, context.tokenizer)
+    )
+    generation = begin(context, "cmpl", body, prompts, sampling, chat=False)
+    generation.echo = bool(body.echo)
+    return await respond(request, context, body, CompletionDialect(generation))
+
+
+@post("/v1/chat/completions", status_code=200, guards=[serving])
+async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
+    context = context_of(request)
+    body = await read_body(request, ChatRequest, context)
+    sampling = validate.chat_sampling(body, context.config, context.defaults)
+    prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer))
+    generation = begin(context, "chatcmpl", body, [prompt], sampling, chat=True)
+    return await respond(request, context, body, ChatDialect(generation))
+
+
+@get("/v1/models", guards=[serving])
+async def list_models(request: Request[Any, Any, Any]) -> Response[bytes]:
+    context = context_of(request)
+    return json_answer(ModelList(data=[_model_card(name, context) for name in context.config.model_names]))
+
+
+@get("/v1/models/{model_id:path}", guards=[serving])
+async def get_model(request: Request[Any, Any, Any]) -> Response[bytes]:
+    context = context_of(request)
+    wanted = str(request.path_params["model_id"]).strip("/")
+    for name in context.config.model_names:
+        if name.strip("/") == wanted:
+            return json_answer(_model_card(name, context))
+    raise unknown_model(wanted)
+
+
+@post("/tokenize", status_code=200, guards=[serving])
+async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+    context = context_of(request)
+    body = await read_body(request, TokenizeRequest, context)
+    tokens = await off_loop(request, lambda: validate.tokens_of(body, context.tokenizer))
+    answer = TokenizeResponse(
+        count=len(tokens), max_model_len=context.client.info.max_model_len, tokens=tokens
+    )
+    if body.return_token_strs:
+        answer.token_strs = [context.tokenizer.token_text(token) for token in tokens]
+    return json_answer(answer)
+
+
+@post("/detokenize", status_code=200, guards=[serving])
+async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
+    context = context_of(request)
+    body = await read_body(request, DetokenizeRequest, context)
+    validate.check_token_ids(body.tokens, context.client.info)
+    text = await off_loop(request, lambda: context.tokenizer.decode(body.tokens))
+    return json_answer(DetokenizeResponse(prompt=text))
+
+
+async def read_body[T](request: Request[Any, Any, Any], kind: type[T], context: ServerContext) -> T:
+    """The typed body of a request for a model that is served here."""
+    check_content_type(request.headers.get("content-type"))
+    raw = await request.body()
+    body = await off_loop(request, lambda: parse_body(raw, kind))
+    check_model(getattr(body, "model", None), context.config.model_names)
+    return body
+
+
+async def off_loop[T](request: Request[Any, Any, Any], work: Callable[[], T]) -> T:
+    """Does the work at once for a small request, in a thread for a large one."""
+    if len(await request.body()) < LARGE_BODY:
+        return work()
+    return await asyncio.to_thread(work)
+
+
+def begin(
+    context: ServerContext,
+    kind: str,
+    body: GenerationRequest,
+    prompts: list[Prompt],
+    sampling: SamplingParams,
+    *,
+    chat: bool,
+) -> Generation:
+    """Lets the call in, or raises ``RequestError``."""
+    request_id = new_id(kind)
+    requests = validate.admit(
+        request_id, prompts, sampling, context.client.info, context.draw_seed, chat=chat
+    )
+    options = body.stream_options
+    return Generation(
+        id=request_id,
+        model=context.model_name,
+        tokenizer=context.tokenizer,
+        sampling=sampling,
+        prompts=prompts,
+        choices=make_choices(prompts, requests, sampling, context.tokenizer),
+        return_token_ids=bool(body.return_token_ids),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+    )
+
+
+async def respond(
+    request: Request[Any, Any, Any], context: ServerContext, body: GenerationRequest, dialect: Dialect
+) -> Response[Any]:
+    """The answer, as a stream of events or whole."""
+    if body.stream:
+        return Stream(
+            stream_events(dialect, context.client),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+        )
+    await unless_disconnected(request, dialect.generation.complete(context.client))
+    return json_answer(dialect.answer())
+
+
+def json_answer(value: msgspec.Struct) -> Response[bytes]:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _model_card(name: str, context: ServerContext) -> ModelCard:
+    return ModelCard(
+        id=name,
+        created=context.started,
+        root=context.config.engine.model,
+        max_model_len=context.client.info.max_model_len,
+    )

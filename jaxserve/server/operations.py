@@ -1,0 +1,47 @@
+"""Routes for whoever runs the server: health, metrics, version."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litestar import Request, Response, get
+
+from jaxserve import __version__
+from jaxserve.server.context import ServerContext, context_of
+from jaxserve.server.errors import ApiError
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@get(["/health", "/ready", "/ping"])
+async def health(request: Request[Any, Any, Any]) -> dict[str, str]:
+    """200 from the moment that a completion works, for as long as the engine makes progress."""
+    context = context_of(request)
+    context.check_serving()
+    if not context.client.healthy():
+        raise ApiError(503, "The engine has work and makes no progress.", code="engine_stuck")
+    return {"status": "ok"}
+
+
+@get("/version")
+async def version() -> dict[str, str]:
+    return {"version": __version__}
+
+
+@get("/metrics")
+async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """Prometheus' text format, from the engine, which alone counts. Also given while draining."""
+    return Response(await _ask(context_of(request), "metrics"), media_type=METRICS_TYPE)
+
+
+@get("/load")
+async def load(request: Request[Any, Any, Any]) -> dict[str, int]:
+    """The number of requests that run or wait."""
+    return {"server_load": int(await _ask(context_of(request), "load"))}
+
+
+async def _ask(context: ServerContext, method: str) -> bytes:
+    try:
+        return await context.client.call(method)
+    except TimeoutError:
+        raise ApiError(503, "The engine does not answer.", code="engine_stuck") from None

@@ -1,0 +1,142 @@
+"""From the bytes of a body to a typed request; what this server does not do yet is refused by name."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from jaxserve.engine.admission import RequestError
+from jaxserve.server.errors import ApiError
+
+logger = logging.getLogger(__name__)
+
+# Known to change the answer, and not done yet. null is always neutral; so are the values named here.
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "documents": ([],),
+    "frequency_penalty": (0,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_tokens": (0,),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "structured_outputs": (),
+    "suffix": ("",),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
+IGNORED = frozenset(
+    ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "cache_salt")
+)
+
+_reported: set[str] = set()
+_MAX_REPORTED = 100
+
+
+def check_content_type(content_type: str | None) -> None:
+    """JSON in UTF-8, which is also what a body without the header is taken for."""
+    if not content_type:
+        return
+    kind, _, options = content_type.lower().partition(";")
+    charset = re.search(r"charset\s*=\s*\"?([^\s;\"]+)", options)
+    if kind.strip() != "application/json" or (charset and charset[1] not in ("utf-8", "utf8", "us-ascii")):
+        raise ApiError(415, "The Content-Type must be application/json, in UTF-8.")
+
+
+def parse_body[T](body: bytes, kind: type[T]) -> T:
+    """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be."""
+    value = _decode(body)
+    _check_fields(value, set(kind.__struct_fields__))  # type: ignore[attr-defined]
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).replace("`", "").partition(" - at $.")
+        field = path or (message.rpartition(" ")[2] if "missing required field" in message else "")
+        text = f"{path}: {message}." if path else f"{message}."
+        raise RequestError(text, param=re.split(r"[.\[]", field)[0] or None, code="invalid_type") from None
+    except OverflowError:
+        raise RequestError("A number in the request is too large.", code="invalid_type") from None
+
+
+def _decode(body: bytes) -> dict[str, Any]:
+    # The standard library's decoder, since it can see duplicate keys and NaN.
+    try:
+        value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if b"\\u" in body:
+            msgspec.json.encode(value)  # half a surrogate pair passes for text until it is encoded
+    except RecursionError:
+        raise RequestError("The body is nested too deeply.", code="invalid_json") from None
+    except UnicodeError:
+        raise RequestError("The body is not valid UTF-8 text.", code="invalid_json") from None
+    except json.JSONDecodeError as error:
+        what = "is empty" if not body else f"is not valid JSON: {error.msg} at character {error.pos}"
+        raise RequestError(f"The body {what}.", code="invalid_json") from None
+    except ValueError as error:
+        raise RequestError(f"The body is not valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise RequestError("The body must be a JSON object.", code="invalid_json")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        raise ValueError("an object holds the same key twice")
+    return value
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _check_fields(value: dict[str, Any], known: set[str]) -> None:
+    for name in value.keys() - known:
+        if name in NOT_SUPPORTED or name.startswith(NOT_SUPPORTED_PREFIXES):
+            if value[name] is not None and value[name] not in NOT_SUPPORTED.get(name, ()):
+                raise not_supported(name)
+        elif name not in IGNORED:
+            _report_unknown(name)
+
+
+def not_supported(name: str) -> RequestError:
+    return RequestError(f"{name} is not supported yet.", param=name, code="unsupported_parameter")
+
+
+def _report_unknown(name: str) -> None:
+    # Once a name, and a bounded number of names, since clients make them up.
+    if name not in _reported and len(_reported) < _MAX_REPORTED:
+        _reported.add(name)
+        logger.warning("unknown request field ignored: %.100r", name)
+
+
+def check_model(model: str | None, names: Iterable[str]) -> None:
+    """A request may leave the model out; one that it names must be served here."""
+    if model is not None and model not in names:
+        raise unknown_model(model)
+
+
+def unknown_model(name: str) -> ApiError:
+    return ApiError(
+        404, f"The model {name[:200]!r} is not served here.", param="model", code="model_not_found"
+    )

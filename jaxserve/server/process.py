@@ -1,0 +1,168 @@
+"""An API process: ``python -m jaxserve.server.process``, started by the parent, which keeps the socket.
+
+It reads a ``Startup`` as JSON from stdin, serves until SIGTERM or its parent's death, and never imports jax.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import uvicorn
+
+from jaxserve import logs
+from jaxserve.config import ServerConfig
+from jaxserve.engine.client import EngineClient, EngineUnavailableError
+from jaxserve.server.access import AccessLog
+from jaxserve.server.app import create_app
+from jaxserve.server.context import ServerContext
+from jaxserve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+LAST_WORDS = 5
+"""Seconds that answers cut off at the shutdown timeout get to say so."""
+
+
+class Startup(msgspec.Struct, kw_only=True):
+    """What the parent tells an API process."""
+
+    config: ServerConfig
+    listen_fd: int
+    """Bound and listening already."""
+    engine_address: str
+    engine_fd: int
+    """Reads end of file when the engine process dies."""
+    parent_fd: int
+    """Reads end of file when the parent dies."""
+    model_directory: str
+
+
+class ApiServer(uvicorn.Server):
+    """uvicorn that on SIGTERM first lets running requests finish, with the socket still answering."""
+
+    def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
+        super().__init__(config)
+        self._context = context
+        self._drain_task: asyncio.Task[None] | None = None
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """In the place of uvicorn's own handlers, which would close the socket first."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self.begin_drain)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+
+    def begin_drain(self) -> None:
+        if self._drain_task is None:
+            self._drain_task = asyncio.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        self._context.draining = True
+        timeout = self._context.config.shutdown_timeout
+        logger.info("shutting down: %d requests may finish within %g s", self._num_running, timeout)
+        if not await self._idle_within(timeout):
+            logger.warning("shutting down: %d requests are cut off", self._num_running)
+            self._context.client.fail_streams(EngineUnavailableError("the server is shutting down"))
+            await self._idle_within(LAST_WORDS)
+        self.should_exit = True
+
+    async def _idle_within(self, seconds: float) -> bool:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + seconds
+        while self._num_running and loop.time() < deadline:
+            await asyncio.sleep(0.05)
+        return self._num_running == 0
+
+    @property
+    def _num_running(self) -> int:
+        return len(self.server_state.tasks)
+
+
+def sampling_defaults(model_directory: Path, generation_config: str) -> dict[str, Any]:
+    """The sampling values of a generation_config.json: the model's (auto), none (vllm), or a directory's."""
+    if generation_config == "vllm":
+        return {}
+    directory = model_directory if generation_config == "auto" else Path(generation_config)
+    path = directory / "generation_config.json"
+    if not path.is_file():
+        if generation_config != "auto":
+            raise ValueError(f"--generation-config: {path} does not exist")
+        return {}
+    try:
+        values = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    names = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
+    defaults: dict[str, Any] = {}
+    for name, kind in names.items():
+        if (value := values.get(name)) is not None:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{path}: {name} must be a number")
+            defaults[name] = kind(value)
+    return defaults
+
+
+def build(startup: Startup) -> ApiServer:
+    """The server with all its parts, not yet serving; ``ValueError`` names the file that will not do."""
+    config = startup.config
+    model_directory = Path(startup.model_directory)
+    tokenizer = Tokenizer.load(config.engine.tokenizer or model_directory, config.chat_template)
+    defaults = sampling_defaults(model_directory, config.engine.generation_config)
+    if defaults:
+        logger.info("sampling defaults from generation_config.json: %s", defaults)
+    client = EngineClient(startup.engine_address, engine_fd=startup.engine_fd)
+    app = create_app(config, client, tokenizer, defaults)
+    settings = uvicorn.Config(
+        AccessLog(app),
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=LAST_WORDS,
+        lifespan="on",
+    )
+    return ApiServer(settings, app.state.context)
+
+
+def exit_with_parent(fd: int) -> None:
+    """Ends this process at once when the other end of the pipe goes, whatever the event loop is doing."""
+
+    def wait() -> None:
+        while os.read(fd, 4096):
+            pass
+        os._exit(1)
+
+    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
+    startup = msgspec.json.decode(sys.stdin.buffer.read(), type=Startup)
+    logs.setup(startup.config.log_level, startup.config.log_json)
+    exit_with_parent(startup.parent_fd)
+    try:
+        server = build(startup)
+    except ValueError as error:
+        logger.error("%s", error)
+        return 1
+    listener = socket.socket(fileno=startup.listen_fd)
+    asyncio.run(server.serve(sockets=[listener]), loop_factory=server.config.get_loop_factory())
+    return 0 if server.started else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

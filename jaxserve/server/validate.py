@@ -1,0 +1,245 @@
+"""From a typed request to prompts and sampling parameters: the HTTP side's half of the one door."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.config import ServerConfig
+from jaxserve.engine import admission
+from jaxserve.engine.admission import RequestError
+from jaxserve.engine.messages import ModelInfo
+from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.server.parse import not_supported
+from jaxserve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from jaxserve.tokenizer import Tokenizer
+
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
+"""What generation_config.json may set for requests that do not."""
+COPIED = ("n", "seed", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None = None
+    """As the client wrote it; None where it sent ids or messages."""
+
+
+def completion_sampling(
+    request: CompletionRequest, config: ServerConfig, defaults: Mapping[str, Any]
+) -> SamplingParams:
+    """The sampling parameters of a completion; raises ``RequestError``."""
+    max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    sampling = _sampling(request, config, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
+    if request.echo and request.logprobs is not None:
+        raise RequestError(
+            "logprobs together with echo is not supported yet.",
+            param="logprobs",
+            code="unsupported_parameter",
+        )
+    return sampling
+
+
+def chat_sampling(request: ChatRequest, config: ServerConfig, defaults: Mapping[str, Any]) -> SamplingParams:
+    """The sampling parameters of a chat; raises ``RequestError``."""
+    _check_tools(request)
+    name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
+    max_tokens = getattr(request, name)
+    if max_tokens is not None and max_tokens < 1:
+        raise RequestError(f"{name} must be at least 1, got {max_tokens}.", param=name)
+    top = request.top_logprobs
+    if top is not None and top < 0:
+        raise RequestError(f"top_logprobs must not be negative, got {top}.", param="top_logprobs")
+    if top is not None and not request.logprobs:
+        raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
+    logprobs = (top or 0) if request.logprobs else None
+    return _sampling(request, config, defaults, max_tokens=max_tokens, logprobs=logprobs)
+
+
+def _sampling(
+    request: GenerationRequest,
+    config: ServerConfig,
+    defaults: Mapping[str, Any],
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> SamplingParams:
+    _check_choices(request, config)
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options needs stream to be true.", param="stream_options")
+    values: dict[str, Any] = {name: defaults[name] for name in DEFAULTED if defaults.get(name) is not None}
+    for name in (*DEFAULTED, *COPIED):
+        if (value := getattr(request, name)) is not None:
+            values[name] = tuple(value) if isinstance(value, list) else value
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    try:
+        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, stop=tuple(stop))
+    except ValueError as error:
+        # These messages begin with the name of the field.
+        raise RequestError(f"{error}.", param=str(error).split()[0]) from None
+
+
+def _check_choices(request: GenerationRequest, config: ServerConfig) -> None:
+    n = 1 if request.n is None else request.n
+    if not 1 <= n <= config.max_choices:
+        raise RequestError(f"n must be between 1 and {config.max_choices}, got {n}.", param="n")
+    if request.best_of is not None and request.best_of < n:
+        raise RequestError(f"best_of must be at least n = {n}, got {request.best_of}.", param="best_of")
+    if request.best_of is not None and request.best_of > n:
+        raise RequestError(
+            "best_of above n is not supported yet.", param="best_of", code="unsupported_parameter"
+        )
+
+
+def _check_tools(request: ChatRequest) -> None:
+    """tool_choice none means that the model is not shown the tools, and that much can be done already."""
+    choice = request.tool_choice
+    if request.tools and choice != "none":
+        raise not_supported("tools")
+    if choice not in (None, "none", "auto"):
+        raise not_supported("tool_choice")
+
+
+def completion_prompts(
+    request: CompletionRequest, config: ServerConfig, tokenizer: Tokenizer
+) -> list[Prompt]:
+    """The prompts of a completion in any of the four forms; raises ``RequestError``."""
+    given = _split(request.prompt)
+    limit = 8 * config.max_choices
+    if len(given) * (request.n or 1) > limit:
+        raise RequestError(
+            f"A request may ask for at most {limit} answers (prompts times n), and this one has"
+            f" {len(given)} prompts.",
+            param="prompt",
+        )
+    special = request.add_special_tokens is not False
+    prompts = []
+    for item in given:
+        if not item:
+            raise RequestError("A prompt is empty; at least one token is needed.", param="prompt")
+        if isinstance(item, str):
+            prompts.append(Prompt(tokenizer.encode(item, special), item))
+        else:
+            prompts.append(Prompt(item))
+    return prompts
+
+
+def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    kinds = {type(item) for item in prompt}
+    if kinds == {int}:
+        return [prompt]  # type: ignore[list-item]
+    if kinds in ({str}, {list}):
+        return prompt  # type: ignore[return-value]
+    what = "mixes text and ids" if kinds else "is an empty list"
+    raise RequestError(
+        f"prompt must be a string, a list of strings, a list of ids or a list of lists of ids; it {what}.",
+        param="prompt",
+    )
+
+
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Prompt:
+    """The prompt that the chat template makes of the messages; raises ``RequestError``."""
+    return Prompt(
+        encode_messages(
+            tokenizer,
+            request.messages,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            add_special_tokens=request.add_special_tokens,
+            kwargs=request.chat_template_kwargs,
+        )
+    )
+
+
+def encode_messages(
+    tokenizer: Tokenizer,
+    messages: list[dict[str, Any]],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    add_special_tokens: bool | None,
+    kwargs: dict[str, Any] | None,
+) -> list[int]:
+    """Checks what every conversation needs, whatever its template, and encodes it."""
+    if not messages:
+        raise RequestError("messages must hold at least one message.", param="messages")
+    for index, message in enumerate(messages):
+        if not isinstance(message.get("role"), str):
+            raise RequestError(f"messages[{index}].role must be a string.", param="messages")
+    if continue_final_message and add_generation_prompt:
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other.",
+            param="continue_final_message",
+        )
+    taken = {"messages", "tools", "add_generation_prompt", "continue_final_message", "add_special_tokens"}
+    if kwargs and (clash := taken & kwargs.keys()):
+        raise RequestError(
+            f"chat_template_kwargs may not set {', '.join(sorted(clash))}.", param="chat_template_kwargs"
+        )
+    return tokenizer.encode_chat(
+        messages,
+        add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
+        continue_final_message=bool(continue_final_message),
+        add_special_tokens=bool(add_special_tokens),
+        **(kwargs or {}),
+    )
+
+
+def admit(
+    request_id: str,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    info: ModelInfo,
+    draw_seed: Callable[[], int],
+    *,
+    chat: bool,
+) -> list[list[EngineRequest]]:
+    """For each prompt the engine's requests, none when max_tokens is 0; raises ``RequestError``."""
+    try:
+        if sampling.max_tokens == 0:
+            for prompt in prompts:
+                admission.check(prompt.token_ids, sampling, info)
+            return [[] for _ in prompts]
+        return [
+            admission.make_requests(
+                f"{request_id}-{number}", prompt.token_ids, sampling, info, draw_seed=draw_seed
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+    except RequestError as error:
+        # The door speaks of prompt and logprobs; the client is told its own fields.
+        if error.param in ("prompt", "messages"):
+            error.param = "messages" if chat else "prompt"
+        elif error.param == "logprobs" and chat:
+            raise RequestError(f"top_{error}", param="top_logprobs") from None
+        raise
+
+
+def tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
+    """What /tokenize answers with; raises ``RequestError``."""
+    if (request.prompt is None) == (request.messages is None):
+        raise RequestError("Either prompt or messages is needed.", param="prompt")
+    if request.prompt is not None:
+        return tokenizer.encode(request.prompt, request.add_special_tokens is not False)
+    assert request.messages is not None
+    return encode_messages(
+        tokenizer,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        kwargs=request.chat_template_kwargs,
+    )
+
+
+def check_token_ids(token_ids: Sequence[int], info: ModelInfo) -> None:
+    """Refuses ids that the model does not have."""
+    for token_id in token_ids:
+        if not 0 <= token_id < info.vocab_size:
+            raise RequestError(
+                f"tokens holds {token_id}, which is not in [0, {info.vocab_size}).", param="tokens"
+            )

@@ -1,0 +1,103 @@
+"""Choosing tokens without sorting: thresholds are found bit by bit, ties go to the lowest id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.philox import vocabulary_bits
+
+Array = jax.Array
+
+
+class SamplingRows(NamedTuple):
+    """Sampling parameters of R rows."""
+
+    temperature: Array  # float32 [R]; 0 is greedy
+    top_p: Array  # float32 [R]; 1 keeps all, 0 keeps the best
+    min_p: Array  # float32 [R]; 0 keeps all
+    top_k: Array  # int32 [R]; 0 or less keeps all
+    seeds: Array  # int32 [R, 2], low and high word
+    choices: Array  # int32 [R]
+
+
+def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
+    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``; ``positions[R]`` is where the token will stand.
+
+    Temperature, then min-p, top-k and top-p (over what top-k kept), then Gumbel-max: adding Gumbel noise and taking
+    the largest samples the softmax exactly (Maddison et al., arXiv:1411.0030). The noise is Philox's, so the choice
+    depends on the row's own logits, seed, choice index and position alone.
+    """
+    scores = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    scores = scores - scores.max(-1, keepdims=True)
+    scores = jnp.where(keep_mask(scores, rows), scores, -jnp.inf)
+    bits = vocabulary_bits(rows.seeds, rows.choices, positions, logits.shape[1])
+    # An exponential variate with full resolution where it is small, which is where the largest noise comes from.
+    exponential = -jnp.log1p(-(bits.astype(jnp.float32) + 0.5) * 2.0**-32)
+    random = jnp.argmax(scores - jnp.log(exponential), -1)
+    return jnp.where(rows.temperature > 0, random, jnp.argmax(logits, -1)).astype(jnp.int32)
+
+
+def keep_mask(scores: Array, rows: SamplingRows) -> Array:
+    """Which tokens may be chosen, bool ``[R, V]``, of ``scores`` (logits over temperature, the largest of a row 0)."""
+    weights = jnp.exp(scores)
+    kept = weights >= rows.min_p[:, None]
+    return lax.cond(
+        jnp.any((rows.top_k > 0) | (rows.top_p < 1.0)),
+        lambda: _top_p(_top_k(kept, scores, rows.top_k), scores, weights, rows.top_p),
+        lambda: kept,
+    )
+
+
+def _top_k(kept: Array, scores: Array, top_k: Array) -> Array:
+    wanted = jnp.where(top_k > 0, top_k, scores.shape[1])[:, None]
+    keys = _ordered_bits(scores)
+
+    def enough(threshold: Array) -> Array:
+        return jnp.sum(keys >= threshold, -1, keepdims=True, dtype=jnp.int32) >= wanted
+
+    threshold = _largest(enough, scores.shape[0])
+    room = wanted - jnp.sum(keys > threshold, -1, keepdims=True, dtype=jnp.int32)
+    return kept & _above(keys, threshold, room)
+
+
+def _top_p(kept: Array, scores: Array, weights: Array, top_p: Array) -> Array:
+    weights = jnp.where(kept, weights, 0.0)
+    # Never zero, so that at least the best token stays; and 1.0 keeps all, however the sums round.
+    wanted = jnp.maximum(top_p[:, None] * weights.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
+    keys = _ordered_bits(scores)
+
+    def enough(threshold: Array) -> Array:
+        return jnp.sum(jnp.where(keys >= threshold, weights, 0.0), -1, keepdims=True) >= wanted
+
+    threshold = _largest(enough, scores.shape[0])
+    missing = wanted - jnp.sum(jnp.where(keys > threshold, weights, 0.0), -1, keepdims=True)
+    weight = jnp.max(jnp.where(keys == threshold, weights, 0.0), -1, keepdims=True)
+    room = jnp.maximum(jnp.ceil(missing / weight), 1.0)
+    return kept & (_above(keys, threshold, room) | (top_p[:, None] >= 1.0))
+
+
+def _ordered_bits(x: Array) -> Array:
+    """uint32 that order as the floats do."""
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _largest(holds: Callable[[Array], Array], rows: int) -> Array:
+    """The largest uint32 ``[R, 1]`` for which a predicate that holds at 0 and only ever turns false still holds."""
+
+    def refine(step: Array, found: Array) -> Array:
+        candidate = found | (jnp.uint32(1 << 31) >> step.astype(jnp.uint32))
+        return jnp.where(holds(candidate), candidate, found)
+
+    return lax.fori_loop(0, 32, refine, jnp.zeros((rows, 1), jnp.uint32))
+
+
+def _above(keys: Array, threshold: Array, room: Array) -> Array:
+    """Keys over the threshold, and of those equal to it the first ``room``."""
+    equal = keys == threshold
+    return (keys > threshold) | (equal & (jnp.cumsum(equal, -1) <= room))

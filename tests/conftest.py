@@ -1,0 +1,56 @@
+"""Shared fixtures: tiny checkpoints and engines, made once a session."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+from jaxserve.engine.llm import LLM
+from tests.checkpoints import make_checkpoint
+
+ROOT = Path(__file__).parent.parent
+COMPILATION_CACHE = ROOT / ".cache" / "xla"
+"""One for all tests and their server processes, kept between runs."""
+
+SMALL: dict[str, Any] = {
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "row_buckets": (1, 4),
+    "token_buckets": (16, 64),
+    "num_gpu_blocks_override": 129,
+    "compilation_cache_dir": str(COMPILATION_CACHE),
+}
+"""Options of an engine that compiles few and small programs."""
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The directory of a tiny checkpoint by name; do not change what is in it."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = make_checkpoint(name, tmp_path_factory.mktemp("checkpoints") / name)
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def llm(checkpoint: Callable[[str], Path]) -> Callable[..., LLM]:
+    """An LLM of a tiny checkpoint, with ``SMALL`` options and changes; equal calls share one. Leave it idle."""
+    made: dict[Any, LLM] = {}
+
+    def get(name: str, **changes: Any) -> LLM:
+        key = (name, *sorted(changes.items()))
+        if key not in made:
+            made[key] = LLM(checkpoint(name), **{**SMALL, **changes})
+        return made[key]
+
+    return get
