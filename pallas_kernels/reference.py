@@ -76,6 +76,8 @@ def decode_attention(
         if window is not None:
             seen &= positions[None] >= seq_lens[:, None] - window
         scores = jnp.where(seen[:, None, None], scores, -jnp.inf)
+        # What stands beyond a sequence may be anything, a broken request's NaN too, and zero times NaN is NaN.
+        values = jnp.where(seen[:, :, None, None], values, 0)
         return state.add(scores, values, "skgc,sckd->skgd")
 
     first = jnp.array(0) if window is None else _first_chunk(seq_lens, window, chunk)
@@ -122,6 +124,7 @@ def prefill_attention(
             if window is not None:
                 seen &= key_position[None] > position[:, None] - window
             scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
+            values = jnp.where((key_position <= last)[:, None, None], values, 0)  # as in decode_attention
             return state.add(scores, values, "ktgc,ckd->ktgd")
 
         first = jnp.array(0) if window is None else jnp.maximum(position[0] - window + 1, 0) // chunk

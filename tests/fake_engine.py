@@ -39,9 +39,7 @@ class FakeEngine:
     ``loaded`` to have it load for ever; ``hold`` stops all progress, but not the signs of life.
     """
 
-    def __init__(
-        self, script: Script, info: ModelInfo, eos_ids: Iterable[int] = (), step: float = 0.0
-    ) -> None:
+    def __init__(self, script: Script, info: ModelInfo, eos_ids: Iterable[int] = (), step: float = 0.0) -> None:
         self.script = script
         self.info = info
         self.eos_ids = frozenset(eos_ids)
@@ -118,7 +116,7 @@ class FakeEngine:
             case Finish(request_id=request_id):
                 self._running.pop(request_id, None)
             case Call(call_id=call_id, method="load"):
-                return Reply(call_id, str(len(self._running)).encode())
+                return Reply(call_id, msgspec.msgpack.encode({"running": len(self._running), "waiting": 0}))
             case Call(call_id=call_id, method=method):
                 return Reply(call_id, f"# {method}\n".encode())
         return None

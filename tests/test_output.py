@@ -26,9 +26,7 @@ def byte_tokens(tokenizer: Tokenizer, data: bytes) -> list[int]:
     return [table[bytes([byte])] for byte in data]
 
 
-def outputs(
-    ids: list[int], sizes: list[int], finish_reason: str | None, logprob: float = -1.0
-) -> list[TokenOutput]:
+def outputs(ids: list[int], sizes: list[int], finish_reason: str | None, logprob: float = -1.0) -> list[TokenOutput]:
     """The engine's outputs for these tokens, grouped by sizes, the last group taking the rest."""
     groups, position = [], 0
     for size in sizes:
@@ -233,9 +231,7 @@ def test_offsets_count_the_characters_of_the_text(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("value", [-math.inf, math.nan, -1e30])
 def test_log_probabilities_can_be_written_as_json(tokenizer: Tokenizer, value: float) -> None:
     choice = ChoiceOutput(tokenizer, SamplingParams(logprobs=1))
-    delta = choice.feed(
-        TokenOutput("r", byte_tokens(tokenizer, b"a"), [TokenLogprobs(value, [1], [value])], "length")
-    )
+    delta = choice.feed(TokenOutput("r", byte_tokens(tokenizer, b"a"), [TokenLogprobs(value, [1], [value])], "length"))
     assert delta is not None
     assert delta.tokens[0].logprob == -9999.0
     assert delta.tokens[0].top == ((1, -9999.0),)

@@ -20,9 +20,7 @@ from jaxserve.tokenizer import Tokenizer
 MAX_REQUEST_ID = 256
 
 
-def create_app(
-    config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, defaults: dict[str, Any]
-) -> Litestar:
+def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, defaults: dict[str, Any]) -> Litestar:
     """The HTTP side of a server. The client is started and closed with the application."""
     context = ServerContext(config=config, client=client, tokenizer=tokenizer, defaults=defaults)
 

@@ -38,9 +38,7 @@ _MESSAGES = {
 class ApiError(Exception):
     """An error with all that its body and headers need."""
 
-    def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
-    ) -> None:
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.message = message

@@ -45,9 +45,7 @@ async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
     body = await read_body(request, CompletionRequest, context)
     sampling = validate.completion_sampling(body, context.config, context.defaults)
-    prompts = await off_loop(
-        request, lambda: validate.completion_prompts(body, context.config, context.tokenizer)
-    )
+    prompts = await off_loop(request, lambda: validate.completion_prompts(body, context.config, context.tokenizer))
     generation = begin(context, "cmpl", body, prompts, sampling, chat=False)
     generation.echo = bool(body.echo)
     return await respond(request, context, body, CompletionDialect(generation))
@@ -84,9 +82,7 @@ async def tokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
     context = context_of(request)
     body = await read_body(request, TokenizeRequest, context)
     tokens = await off_loop(request, lambda: validate.tokens_of(body, context.tokenizer))
-    answer = TokenizeResponse(
-        count=len(tokens), max_model_len=context.client.info.max_model_len, tokens=tokens
-    )
+    answer = TokenizeResponse(count=len(tokens), max_model_len=context.client.info.max_model_len, tokens=tokens)
     if body.return_token_strs:
         answer.token_strs = [context.tokenizer.token_text(token) for token in tokens]
     return json_answer(answer)
@@ -128,9 +124,7 @@ def begin(
 ) -> Generation:
     """Lets the call in, or raises ``RequestError``."""
     request_id = new_id(kind)
-    requests = validate.admit(
-        request_id, prompts, sampling, context.client.info, context.draw_seed, chat=chat
-    )
+    requests = validate.admit(request_id, prompts, sampling, context.client.info, context.draw_seed, chat=chat)
     options = body.stream_options
     return Generation(
         id=request_id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 from litestar import Request, Response, get
 
 from jaxserve import __version__
@@ -37,7 +38,8 @@ async def metrics(request: Request[Any, Any, Any]) -> Response[bytes]:
 @get("/load")
 async def load(request: Request[Any, Any, Any]) -> dict[str, int]:
     """The number of requests that run or wait."""
-    return {"server_load": int(await _ask(context_of(request), "load"))}
+    counts = msgspec.msgpack.decode(await _ask(context_of(request), "load"), type=dict[str, int])
+    return {"server_load": sum(counts.values())}
 
 
 async def _ask(context: ServerContext, method: str) -> bytes:

@@ -137,6 +137,4 @@ def check_model(model: str | None, names: Iterable[str]) -> None:
 
 
 def unknown_model(name: str) -> ApiError:
-    return ApiError(
-        404, f"The model {name[:200]!r} is not served here.", param="model", code="model_not_found"
-    )
+    return ApiError(404, f"The model {name[:200]!r} is not served here.", param="model", code="model_not_found")

@@ -6,17 +6,13 @@ It reads a ``Startup`` as JSON from stdin, serves until SIGTERM or its parent's 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import uvicorn
@@ -24,6 +20,8 @@ import uvicorn
 from jaxserve import logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient, EngineUnavailableError
+from jaxserve.engine.defaults import sampling_defaults
+from jaxserve.lifeline import exit_with_parent
 from jaxserve.server.access import AccessLog
 from jaxserve.server.app import create_app
 from jaxserve.server.context import ServerContext
@@ -31,7 +29,7 @@ from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-LAST_WORDS = 5
+LAST_WORDS = 1
 """Seconds that answers cut off at the shutdown timeout get to say so."""
 
 
@@ -56,6 +54,7 @@ class ApiServer(uvicorn.Server):
         super().__init__(config)
         self._context = context
         self._drain_task: asyncio.Task[None] | None = None
+        self._time_is_up = False
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -68,53 +67,33 @@ class ApiServer(uvicorn.Server):
             loop.remove_signal_handler(signal.SIGTERM)
 
     def begin_drain(self) -> None:
+        """The first SIGTERM; a second one means that the time is up."""
         if self._drain_task is None:
             self._drain_task = asyncio.create_task(self._drain())
+        else:
+            self._time_is_up = True
 
     async def _drain(self) -> None:
         self._context.draining = True
         timeout = self._context.config.shutdown_timeout
         logger.info("shutting down: %d requests may finish within %g s", self._num_running, timeout)
-        if not await self._idle_within(timeout):
+        await self._until_idle(timeout)
+        if self._num_running:
             logger.warning("shutting down: %d requests are cut off", self._num_running)
             self._context.client.fail_streams(EngineUnavailableError("the server is shutting down"))
-            await self._idle_within(LAST_WORDS)
+            self._time_is_up = False
+            await self._until_idle(LAST_WORDS)
         self.should_exit = True
 
-    async def _idle_within(self, seconds: float) -> bool:
+    async def _until_idle(self, seconds: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + seconds
-        while self._num_running and loop.time() < deadline:
+        while self._num_running and loop.time() < deadline and not self._time_is_up:
             await asyncio.sleep(0.05)
-        return self._num_running == 0
 
     @property
     def _num_running(self) -> int:
         return len(self.server_state.tasks)
-
-
-def sampling_defaults(model_directory: Path, generation_config: str) -> dict[str, Any]:
-    """The sampling values of a generation_config.json: the model's (auto), none (vllm), or a directory's."""
-    if generation_config == "vllm":
-        return {}
-    directory = model_directory if generation_config == "auto" else Path(generation_config)
-    path = directory / "generation_config.json"
-    if not path.is_file():
-        if generation_config != "auto":
-            raise ValueError(f"--generation-config: {path} does not exist")
-        return {}
-    try:
-        values = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
-    names = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
-    defaults: dict[str, Any] = {}
-    for name, kind in names.items():
-        if (value := values.get(name)) is not None:
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{path}: {name} must be a number")
-            defaults[name] = kind(value)
-    return defaults
 
 
 def build(startup: Startup) -> ApiServer:
@@ -135,17 +114,6 @@ def build(startup: Startup) -> ApiServer:
         lifespan="on",
     )
     return ApiServer(settings, app.state.context)
-
-
-def exit_with_parent(fd: int) -> None:
-    """Ends this process at once when the other end of the pipe goes, whatever the event loop is doing."""
-
-    def wait() -> None:
-        while os.read(fd, 4096):
-            pass
-        os._exit(1)
-
-    threading.Thread(target=wait, name="parent-watch", daemon=True).start()
 
 
 def main() -> int:

@@ -56,9 +56,7 @@ class CompletionDialect(Dialect):
     def opening(self) -> Iterator[msgspec.Struct]:
         if self.generation.echo:
             for choice in self.generation.choices:
-                yield self._chunk(
-                    schemas.CompletionChoice(index=choice.index, text=self._prompt_text(choice))
-                )
+                yield self._chunk(schemas.CompletionChoice(index=choice.index, text=self._prompt_text(choice)))
 
     def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
         yield self._chunk(
@@ -143,9 +141,7 @@ class ChatDialect(Dialect):
 
     def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
         if choice.index not in self._begun:
-            first = schemas.ChatChunkChoice(
-                index=choice.index, delta=schemas.ChatDelta(role="assistant", content="")
-            )
+            first = schemas.ChatChunkChoice(index=choice.index, delta=schemas.ChatDelta(role="assistant", content=""))
             yield self._chunk(first, UNSET if self._begun else self._prompt_token_ids(choice))
             self._begun.add(choice.index)
         tokens = delta.tokens
@@ -183,9 +179,7 @@ class ChatDialect(Dialect):
             prompt_token_ids=self._prompt_token_ids(generation.choices[0]),
         )
 
-    def _choice(
-        self, choice: Choice, delta: schemas.ChatDelta, tokens: Sequence[Token]
-    ) -> schemas.ChatChunkChoice:
+    def _choice(self, choice: Choice, delta: schemas.ChatDelta, tokens: Sequence[Token]) -> schemas.ChatChunkChoice:
         return schemas.ChatChunkChoice(
             index=choice.index,
             delta=delta,
@@ -200,9 +194,7 @@ class ChatDialect(Dialect):
         chunk.prompt_token_ids = prompt_token_ids
         return chunk
 
-    def _envelope(
-        self, choices: list[schemas.ChatChunkChoice], usage: schemas.Usage | UnsetType
-    ) -> schemas.ChatChunk:
+    def _envelope(self, choices: list[schemas.ChatChunkChoice], usage: schemas.Usage | UnsetType) -> schemas.ChatChunk:
         generation = self.generation
         return schemas.ChatChunk(
             id=generation.id,
@@ -220,9 +212,7 @@ class ChatDialect(Dialect):
             content=[
                 schemas.ChatTokenLogprob(
                     **_token_logprob(tokenizer, token.token_id, token.logprob),
-                    top_logprobs=[
-                        schemas.TopLogprob(**_token_logprob(tokenizer, *pair)) for pair in token.top
-                    ],
+                    top_logprobs=[schemas.TopLogprob(**_token_logprob(tokenizer, *pair)) for pair in token.top],
                 )
                 for token in tokens
             ]

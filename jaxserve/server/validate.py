@@ -88,9 +88,7 @@ def _check_choices(request: GenerationRequest, config: ServerConfig) -> None:
     if request.best_of is not None and request.best_of < n:
         raise RequestError(f"best_of must be at least n = {n}, got {request.best_of}.", param="best_of")
     if request.best_of is not None and request.best_of > n:
-        raise RequestError(
-            "best_of above n is not supported yet.", param="best_of", code="unsupported_parameter"
-        )
+        raise RequestError("best_of above n is not supported yet.", param="best_of", code="unsupported_parameter")
 
 
 def _check_tools(request: ChatRequest) -> None:
@@ -102,16 +100,13 @@ def _check_tools(request: ChatRequest) -> None:
         raise not_supported("tool_choice")
 
 
-def completion_prompts(
-    request: CompletionRequest, config: ServerConfig, tokenizer: Tokenizer
-) -> list[Prompt]:
+def completion_prompts(request: CompletionRequest, config: ServerConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of a completion in any of the four forms; raises ``RequestError``."""
     given = _split(request.prompt)
     limit = 8 * config.max_choices
     if len(given) * (request.n or 1) > limit:
         raise RequestError(
-            f"A request may ask for at most {limit} answers (prompts times n), and this one has"
-            f" {len(given)} prompts.",
+            f"A request may ask for at most {limit} answers (prompts times n), and this one has {len(given)} prompts.",
             param="prompt",
         )
     special = request.add_special_tokens is not False
@@ -205,9 +200,7 @@ def admit(
                 admission.check(prompt.token_ids, sampling, info)
             return [[] for _ in prompts]
         return [
-            admission.make_requests(
-                f"{request_id}-{number}", prompt.token_ids, sampling, info, draw_seed=draw_seed
-            )
+            admission.make_requests(f"{request_id}-{number}", prompt.token_ids, sampling, info, draw_seed=draw_seed)
             for number, prompt in enumerate(prompts)
         ]
     except RequestError as error:
@@ -240,6 +233,4 @@ def check_token_ids(token_ids: Sequence[int], info: ModelInfo) -> None:
     """Refuses ids that the model does not have."""
     for token_id in token_ids:
         if not 0 <= token_id < info.vocab_size:
-            raise RequestError(
-                f"tokens holds {token_id}, which is not in [0, {info.vocab_size}).", param="tokens"
-            )
+            raise RequestError(f"tokens holds {token_id}, which is not in [0, {info.vocab_size}).", param="tokens")

@@ -22,7 +22,6 @@ import pytest
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.messages import Abort, Add, ModelInfo
-from jaxserve.server.process import sampling_defaults
 from tests.fake_engine import FakeEngine
 from tests.server.conftest import MODEL, wait_until
 
@@ -64,9 +63,7 @@ def started(directory: Path, *, ready: bool = True, **settings: Any) -> Iterator
             engine.loaded.clear()
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         (engine_fd, engine_end), (parent_fd, parent_end) = os.pipe(), os.pipe()
-        config = ServerConfig(
-            engine=EngineConfig(model=str(directory)), served_model_name=(MODEL,), **settings
-        )
+        config = ServerConfig(engine=EngineConfig(model=str(directory)), served_model_name=(MODEL,), **settings)
         startup = {
             "config": msgspec.to_builtins(config),
             "listen_fd": listener.fileno(),
@@ -167,6 +164,18 @@ def test_sigterm_cuts_off_what_takes_too_long(directory: Path) -> None:
         wait_until(lambda: process.engine.num_running == 0)
 
 
+def test_a_second_sigterm_cuts_the_wait_short(directory: Path) -> None:
+    with started(directory, shutdown_timeout=60) as process:
+        process.engine.hold.set()
+        thread, streamed = process.in_background(stream=True)
+        process.popen.terminate()
+        wait_until(lambda: process.status() == 503)
+        process.popen.terminate()
+        thread.join()
+        assert process.popen.wait(5) == 0
+        assert "shutting down" in streamed[0].text
+
+
 def test_the_engines_death_is_told(directory: Path) -> None:
     with started(directory) as process:
         process.engine.hold.set()
@@ -216,17 +225,3 @@ def test_the_access_log_is_quiet_for_machines(directory: Path) -> None:
         log = process.popen.stderr.read().decode()
     assert "/health" not in log and "/metrics" not in log
     assert log.count("/version") == log.count("POST '/v1/chat/completions' 200") == 1
-
-
-def test_sampling_defaults(tmp_path: Path) -> None:
-    path = tmp_path / "generation_config.json"
-    assert sampling_defaults(tmp_path, "auto") == {}
-    with pytest.raises(ValueError, match="does not exist"):
-        sampling_defaults(Path("elsewhere"), str(tmp_path))
-    path.write_text('{"temperature": 1, "top_k": 5, "top_p": null, "eos_token_id": 3}')
-    assert sampling_defaults(tmp_path, "auto") == {"temperature": 1.0, "top_k": 5}
-    assert sampling_defaults(tmp_path, "vllm") == {}
-    assert sampling_defaults(Path("elsewhere"), str(tmp_path)) == {"temperature": 1.0, "top_k": 5}
-    path.write_text('{"temperature": "hot"}')
-    with pytest.raises(ValueError, match="temperature"):
-        sampling_defaults(tmp_path, "auto")

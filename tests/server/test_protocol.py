@@ -187,9 +187,7 @@ def test_many_clients_that_leave(served: Served) -> None:
 
 @BOTH
 @pytest.mark.parametrize("fixture", ["served", "served_2"])
-def test_st16_tk02_streamed_text_is_the_plain_text(
-    request: pytest.FixtureRequest, fixture: str, route: str
-) -> None:
+def test_st16_tk02_streamed_text_is_the_plain_text(request: pytest.FixtureRequest, fixture: str, route: str) -> None:
     served: Served = request.getfixturevalue(fixture)
     text = "The quick brown fox: 🫠 龜 สวัสดี 👨‍👩‍👧 naïve"
     served.says(text)
@@ -217,18 +215,14 @@ def test_st21_a_broken_tail_is_the_same_in_both_modes(served: Served, route: str
     elif ending == "eos":
         assert both_ways(served, route)[:2] == ("ab\ufffd", "stop")
     else:
-        served.says_tokens(
-            [*encode_answer(served.tokenizer, "ab"), *lead, *encode_answer(served.tokenizer, "!")]
-        )
+        served.says_tokens([*encode_answer(served.tokenizer, "ab"), *lead, *encode_answer(served.tokenizer, "!")])
         assert both_ways(served, route, stop="!") == ("ab\ufffd", "stop", "!")
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_st22_choices_are_numbered_by_prompt(served: Served, streamed: bool) -> None:
     prompts = ["one", "two", "three"]
-    first = {
-        tuple(served.tokenizer.encode(p)): encode_answer(served.tokenizer, p[0].upper())[0] for p in prompts
-    }
+    first = {tuple(served.tokenizer.encode(p)): encode_answer(served.tokenizer, p[0].upper())[0] for p in prompts}
     served.engine.script = lambda r: itertools.repeat(first[tuple(r.prompt_token_ids)])
     fields: Body = {"prompt": prompts, "n": 2, "echo": True, "max_tokens": 1}
     if streamed:
@@ -397,9 +391,7 @@ def test_va06_max_tokens_nought_and_null(served: Served) -> None:
 @pytest.mark.parametrize("streamed", [False, True])
 def test_va07_va09_a_prompt_over_the_context(served: Served, route: str, streamed: bool) -> None:
     text = "la " * 2 * CONTEXT
-    body: Body = (
-        {"prompt": text} if route == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
-    )
+    body: Body = {"prompt": text} if route == COMPLETIONS else {"messages": [{"role": "user", "content": text}]}
     error = error_of(served.http.post(route, json={**body, "stream": streamed}))
     assert error["code"] == "context_length_exceeded"
     assert error["param"] == ("prompt" if route == COMPLETIONS else "messages")

@@ -1,0 +1,53 @@
+"""Requests and schedulers in one line each."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from jaxserve.request import EngineRequest, Request, SamplingParams
+from jaxserve.scheduling.kv_manager import KVManager
+from jaxserve.scheduling.schedule import SchedulerOutput
+from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits
+
+_order = count()
+EOS = 2
+
+
+def make_request(
+    prompt_len: int, max_tokens: int = 8, *, request_id: str | None = None, sampling: SamplingParams | None = None
+) -> Request:
+    order = next(_order)
+    item = EngineRequest(
+        request_id=request_id or f"r{order}",
+        prompt_token_ids=[7] * prompt_len,
+        sampling=sampling or SamplingParams(temperature=0.0),
+        max_tokens=max_tokens,
+        seed=0,
+    )
+    return Request.create(item, client=b"", eos_ids=frozenset({EOS}), order=order)
+
+
+def make_scheduler(
+    *, num_blocks: int = 33, block_size: int = 4, max_num_seqs: int = 4, budget: int = 16, prefill_rows: int = 4
+) -> Scheduler:
+    return Scheduler(SchedulerLimits(max_num_seqs, budget, prefill_rows), KVManager(num_blocks, block_size))
+
+
+def collect(scheduler: Scheduler, step: SchedulerOutput, token: int = 9) -> list[str]:
+    """Give every row that samples ``token``; returns the ids of the requests that finished."""
+    finished = []
+    for row in step.rows:
+        request, _ = scheduler.collect(row, [token] if row.samples else [])
+        if request.finish_reason:
+            finished.append(request.request_id)
+    scheduler.check_integrity()
+    return finished
+
+
+def run_step(scheduler: Scheduler, token: int = 9) -> SchedulerOutput:
+    """Schedule and collect one step at once."""
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.check_integrity()
+    collect(scheduler, step, token)
+    return step

@@ -1,0 +1,190 @@
+"""The scheduler by itself: no model, no jax."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from jaxserve.request import FinishReason, SamplingParams, Status
+from jaxserve.scheduling.schedule import DEVICE_TOKEN
+from tests.scheduling.factories import EOS, collect, make_request, make_scheduler, run_step
+
+
+def sizes(step) -> dict[str, int]:
+    return {row.request_id: len(row.token_ids) for row in step.rows}
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget_and_samples_at_its_end():
+    scheduler = make_scheduler(budget=16)
+    scheduler.add(make_request(40, request_id="a"))
+    steps = [run_step(scheduler) for _ in range(3)]
+    assert [sizes(s)["a"] for s in steps] == [16, 16, 8]
+    assert [s.rows[0].samples for s in steps] == [False, False, True]
+    assert [s.rows[0].seq_len for s in steps] == [16, 32, 40]
+    assert run_step(scheduler).decode[0].token_ids == (9,)
+
+
+def test_requests_join_while_others_decode_and_decoding_comes_first():
+    scheduler = make_scheduler(budget=8)
+    scheduler.add(make_request(4, request_id="a"))
+    run_step(scheduler)
+    scheduler.add(make_request(20, request_id="b"))
+    step = run_step(scheduler)
+    assert sizes(step) == {"a": 1, "b": 7}, "the decoding request gets its token, the prompt the rest of the budget"
+    assert step.admitted == ("b",)
+
+
+def test_slots_bound_the_requests_that_run_and_the_first_come_is_first_served():
+    scheduler = make_scheduler(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(make_request(2, max_tokens=2, request_id=name))
+    assert set(sizes(run_step(scheduler))) == {"a", "b"}
+    assert set(sizes(run_step(scheduler))) == {"a", "b"}
+    assert set(sizes(run_step(scheduler))) == {"c"}
+
+
+def test_prefill_rows_bound_the_prompts_of_a_step():
+    scheduler = make_scheduler(prefill_rows=2)
+    for name in "abc":
+        scheduler.add(make_request(3, request_id=name))
+    assert set(sizes(run_step(scheduler))) == {"a", "b"}
+    assert sizes(run_step(scheduler)) == {"a": 1, "b": 1, "c": 3}
+
+
+def test_when_blocks_run_out_the_latest_arrival_is_preempted_and_comes_back_first():
+    scheduler = make_scheduler(num_blocks=1 + 5, block_size=4, budget=16)
+    scheduler.add(make_request(8, max_tokens=8, request_id="a"))  # 2 blocks, grows to 4
+    scheduler.add(make_request(8, max_tokens=8, request_id="b"))
+    run_step(scheduler)
+    scheduler.add(make_request(2, request_id="c"))
+    step = run_step(scheduler)  # a takes the last block, b has to go
+    assert step.preempted == ("b",)
+    b = scheduler.get("b")
+    assert b is not None and b.status is Status.WAITING and b.num_computed_tokens == 0 and not b.block_ids
+    assert [r.request_id for r in scheduler.waiting] == ["b", "c"], "before those that never ran"
+    while scheduler.get("a"):
+        run_step(scheduler)
+    assert sizes(run_step(scheduler)) == {"b": 9, "c": 2}, "all of b's tokens are computed again, the generated one too"
+    assert b.num_preemptions == 1
+
+
+def test_a_request_is_admitted_only_when_all_its_tokens_have_room():
+    scheduler = make_scheduler(num_blocks=1 + 4, block_size=4, budget=8)
+    scheduler.add(make_request(8, request_id="a", max_tokens=4))
+    scheduler.add(make_request(12, request_id="b", max_tokens=2))
+    while scheduler.get("a"):
+        assert set(sizes(run_step(scheduler))) == {"a"}
+    assert sizes(run_step(scheduler)) == {"b": 8}
+
+
+@pytest.mark.parametrize(
+    ("sampling", "token", "reason"),
+    [
+        (SamplingParams(temperature=0.0), EOS, FinishReason.STOP),
+        (SamplingParams(temperature=0.0, ignore_eos=True), EOS, None),
+        (SamplingParams(temperature=0.0, ignore_eos=True, stop_token_ids=(EOS,)), EOS, FinishReason.STOP),
+        (SamplingParams(temperature=0.0, stop_token_ids=(5,)), 5, FinishReason.STOP),
+        (SamplingParams(temperature=0.0), 5, None),
+    ],
+)
+def test_what_ends_a_request(sampling, token, reason):
+    scheduler = make_scheduler()
+    request = make_request(2, max_tokens=3, sampling=sampling)
+    scheduler.add(request)
+    run_step(scheduler, token)
+    assert request.finish_reason is reason
+    if reason is None:
+        run_step(scheduler, token)
+        run_step(scheduler, token)
+        assert request.finish_reason is FinishReason.LENGTH and request.num_output_tokens == 3
+    assert len(scheduler) == 0
+
+
+def test_two_steps_in_flight_use_the_token_that_only_the_device_knows():
+    scheduler = make_scheduler()
+    scheduler.add(make_request(3, max_tokens=3, request_id="a"))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first and second and second.decode[0].token_ids == (DEVICE_TOKEN,) and second.decode[0].seq_len == 4
+    third = scheduler.schedule()
+    assert third and third.decode[0].seq_len == 5
+    assert scheduler.schedule() is None, "the third token is the last: nothing is left to compute"
+    for step in (first, second, third):
+        finished = collect(scheduler, step)
+    assert finished == ["a"] and len(scheduler) == 0
+
+
+def test_a_stop_seen_late_drops_the_token_of_the_step_in_flight_and_frees_only_then():
+    scheduler = make_scheduler()
+    request = make_request(3, request_id="a")
+    scheduler.add(request)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert first and second
+    assert collect(scheduler, first, EOS) == ["a"]
+    assert request.block_ids and request.slot >= 0, "a step in flight still writes to them"
+    collect(scheduler, second, 9)
+    assert request.output_token_ids == [EOS] and not request.block_ids and len(scheduler) == 0
+
+
+def test_no_block_is_taken_from_a_request_in_flight():
+    scheduler = make_scheduler(num_blocks=1 + 4, block_size=4)
+    for name in "ab":
+        scheduler.add(make_request(7, max_tokens=8, request_id=name))
+    first = scheduler.schedule()
+    second = scheduler.schedule()
+    assert first and second, "both write their eighth token"
+    assert scheduler.schedule() is None, "the next needs a preemption, and b is in flight"
+    collect(scheduler, first)
+    assert scheduler.schedule() is None
+    collect(scheduler, second)
+    step = scheduler.schedule()
+    assert step and step.preempted == ("b",)
+
+
+def test_an_id_in_use_is_refused_and_ending_twice_changes_nothing():
+    scheduler = make_scheduler()
+    request = make_request(3, request_id="a")
+    scheduler.add(request)
+    with pytest.raises(ValueError, match="in use"):
+        scheduler.add(make_request(3, request_id="a"))
+    scheduler.finish(request, FinishReason.ABORT)
+    scheduler.finish(request, FinishReason.STOP)
+    assert request.finish_reason is FinishReason.ABORT and len(scheduler) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("seed", range(5))
+def test_random_operations_lose_nothing(depth: int, seed: int):
+    """Adds, aborts and steps in any order, with a pool that is often too small: every request that is not aborted
+    comes to its end with all its tokens, and every block and slot comes back."""
+    rng = random.Random(seed)
+    scheduler = make_scheduler(num_blocks=1 + 12, block_size=4, budget=16)
+    live, in_flight, done, aborted = {}, [], set(), set()
+    preemptions = 0
+    for turn in range(1500):
+        if rng.random() < 0.25 and turn < 1200:
+            prompt = rng.randint(1, 30)
+            request = make_request(prompt, max_tokens=rng.randint(1, 48 - prompt))
+            scheduler.add(request)
+            live[request.request_id] = request
+        if live and rng.random() < 0.03:
+            request = live.pop(rng.choice(list(live)))
+            if request.status is not Status.FINISHED:
+                scheduler.finish(request, FinishReason.ABORT)
+                aborted.add(request.request_id)
+        while len(in_flight) < depth and (step := scheduler.schedule()):
+            in_flight.append(step)
+            preemptions += len(step.preempted)
+        if in_flight:
+            done.update(collect(scheduler, in_flight.pop(0), EOS if rng.random() < 0.01 else 9))
+        scheduler.check_integrity()
+    while len(scheduler):
+        while len(in_flight) < depth and (step := scheduler.schedule()):
+            in_flight.append(step)
+        done.update(collect(scheduler, in_flight.pop(0)))
+    assert preemptions > 10 and len(done) > 100
+    assert set(live) <= done | aborted
+    for request in live.values():
+        ended_by_eos = request.finish_reason is FinishReason.STOP
+        assert ended_by_eos or request.num_output_tokens == request.max_tokens
+    assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
