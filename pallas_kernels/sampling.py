@@ -32,12 +32,15 @@ def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
     the largest samples the softmax exactly (Maddison et al., arXiv:1411.0030). The noise is Philox's, so the choice
     depends on the row's own logits, seed, choice index and position alone.
     """
-    scores = logits / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    scores = scores - scores.max(-1, keepdims=True)
+    # The largest is taken off first, or a tiny temperature would make it infinite.
+    scores = logits - logits.max(-1, keepdims=True)
+    scores = scores / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     scores = jnp.where(keep_mask(scores, rows), scores, -jnp.inf)
     bits = vocabulary_bits(rows.seeds, rows.choices, positions, logits.shape[1])
     # An exponential variate with full resolution where it is small, which is where the largest noise comes from.
-    exponential = -jnp.log1p(-(bits.astype(jnp.float32) + 0.5) * 2.0**-32)
+    # Rounded to 1 it would be infinite, and the only token kept would lose to those that are not.
+    uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
+    exponential = -jnp.log1p(-uniform)
     random = jnp.argmax(scores - jnp.log(exponential), -1)
     return jnp.where(rows.temperature > 0, random, jnp.argmax(logits, -1)).astype(jnp.int32)
 

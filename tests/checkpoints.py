@@ -59,7 +59,7 @@ class Node:
         self.value = value
         self.next = next
 Les élèves sont déjà partis à l'école. Größe und Höhe sind wichtig. El niño comió una manzana en el jardín.
-{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}"""  # noqa: E501
+{"name": "get_weather", "arguments": {"city": "Paris", "unit": "celsius"}}"""
 
 LLAMA_3_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] "
@@ -134,9 +134,7 @@ def sentencepiece_model(kind: Kind) -> Tokenizer:
     bpe = json.loads(learned.to_str())["model"]
     vocab = {token: i for i, token in enumerate([*head, *sorted(bpe["vocab"], key=bpe["vocab"].get)])}
     merges = [(left, right) for left, right in bpe["merges"]]
-    tokenizer = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
-    )
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
     tokenizer.normalizer = normalizer
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]

@@ -305,10 +305,7 @@ def test_leftovers_and_damage_are_mended(fetches: list[Path], tmp_path: Path) ->
 def test_callers_at_the_same_time_share_one_conversion(fetches: list[Path], tmp_path: Path) -> None:
     # Locks belong to open files, so threads contend just as processes do.
     found: list[Path] = []
-    threads = [
-        threading.Thread(target=lambda: found.append(demo_model_directory(tmp_path, silent)))
-        for _ in range(4)
-    ]
+    threads = [threading.Thread(target=lambda: found.append(demo_model_directory(tmp_path, silent))) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:

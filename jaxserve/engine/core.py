@@ -93,7 +93,9 @@ class EngineCore:
         self._arrivals = 0
 
     @classmethod
-    def load(cls, config: EngineConfig, directory: Path, progress: Callable[[str], None]) -> EngineCore:
+    def load(
+        cls, config: EngineConfig, directory: Path, progress: Callable[[str], None], model_name: str = ""
+    ) -> EngineCore:
         """Load and compile; raises ``CheckpointError`` or ``ValueError``, one line each, for what the user can mend."""
         runner = ModelRunner(config, directory, progress)
         model = runner.model_config
@@ -101,7 +103,7 @@ class EngineCore:
             runner,
             vocab_size=model.vocab_size,
             eos_ids=model.eos_token_ids,
-            model_name=config.model,
+            model_name=model_name or config.model,
             startup_seconds=runner.startup_seconds,
         )
 

@@ -87,9 +87,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts, given as text or as token ids, in their order. Raises ``ValueError`` before anything runs
         if one of them can never be served."""
-        several = [prompts] if _is_single(prompts) else list(prompts)
+        several: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
         texts = [p if isinstance(p, str) else None for p in several]
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else [int(i) for i in p] for p in several]  # type: ignore[union-attr]
+        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in several]
         return self._run(texts, ids, sampling_params or self.default_sampling_params())
 
     def chat(
@@ -111,7 +111,9 @@ class LLM:
         growing: dict[str, _Growing] = {}
         requests = []
         for text, ids in zip(texts, prompts, strict=True):
-            batch = make_requests(f"offline-{next(self._ids)}", ids, params, self.engine.info, draw_seed=self._draw_seed)
+            batch = make_requests(
+                f"offline-{next(self._ids)}", ids, params, self.engine.info, draw_seed=self._draw_seed
+            )
             answers = [Completion(index) for index in range(len(batch))]
             results.append(RequestOutput(text, ids, answers))
             for request, answer in zip(batch, answers, strict=True):

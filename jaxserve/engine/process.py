@@ -35,7 +35,7 @@ from jaxserve.engine.messages import (
 from jaxserve.request import EngineRequest
 from jaxserve.runner import backend
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("jaxserve.engine.process")  # __name__ is __main__
 
 EXIT_STARTUP_FAILED = 1
 EXIT_CRASHED = 70
@@ -47,6 +47,8 @@ class EngineTask(msgspec.Struct, frozen=True, kw_only=True):
 
     config: EngineConfig
     directory: str
+    model_name: str
+    """What metrics call the model."""
     address: str
     """ZeroMQ address to bind."""
     parent_fd: int
@@ -146,7 +148,7 @@ def main() -> int:
     socket.bind(task.address)
     try:
         backend.configure(task.config)
-        core = EngineCore.load(task.config, Path(task.directory), logger.info)
+        core = EngineCore.load(task.config, Path(task.directory), logger.info, task.model_name)
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return EXIT_STARTUP_FAILED

@@ -67,9 +67,7 @@ def _model_directory(config: ServerConfig) -> Path:
         return demo_model_directory(progress=logger.info)
     directory = Path(config.engine.model)
     if not (directory / "config.json").is_file():
-        raise ValueError(
-            f"{directory} is not a model directory: it has no config.json (--model takes one, or demo)"
-        )
+        raise ValueError(f"{directory} is not a model directory: it has no config.json (--model takes one, or demo)")
     return directory.resolve()
 
 
@@ -107,6 +105,7 @@ class _Children:
         engine_task = {
             "config": config.engine,
             "directory": str(directory),
+            "model_name": config.model_names[0],
             "address": address,
             "parent_fd": parent_read,
             **logging_options,

@@ -27,7 +27,7 @@ from jaxserve.server.app import create_app
 from jaxserve.server.context import ServerContext
 from jaxserve.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("jaxserve.server.process")  # __name__ is __main__
 
 LAST_WORDS = 1
 """Seconds that answers cut off at the shutdown timeout get to say so."""
