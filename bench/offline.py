@@ -1,9 +1,11 @@
-"""Measures the engine without a server: prefill and decode rates by batch size.
+"""Measures the engine without a server: decode steps by batch size, prefill, and a mixed workload.
 
-    python bench/offline.py [--model demo] [--batches 1,4,16] [--prompt 128] [--output 64] [--json FILE]
+    python bench/offline.py                          # the demo model
+    python bench/offline.py --model 8B               # on a GPU: the shape of Llama-3.1-8B, random weights, bf16
 
-Prompts are random token ids, greedy, EOS ignored. Decode time a step is that of the steps that only decode, all
-sequences together; prefill is measured on prompts that give a single token.
+Prompts are random token ids and EOS is ignored. A decode step is timed over all of an answer's steps but the first, all
+sequences together; "sampled" rows draw with temperature, top-k and top-p on. The floor of a step is the larger of the
+bytes it must read over the measured read bandwidth and its operations over the measured rate, both of one H200.
 """
 
 from __future__ import annotations
@@ -11,83 +13,182 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
 import sys
-from collections.abc import Iterable
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import jax
 import numpy as np
 
+from bench.shapes import LLAMA_8B_CONFIG
+from jaxserve.config import EngineConfig
+from jaxserve.demo import demo_model_directory
 from jaxserve.engine.admission import make_requests
-from jaxserve.engine.events import StepEvent
-from jaxserve.engine.llm import LLM
+from jaxserve.engine.core import EngineCore
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.kv_cache import bytes_per_block
 from jaxserve.request import SamplingParams
+from jaxserve.runner import backend
+
+READ_BYTES_S, FLOPS = 4.55e12, 800e12
+"""Measured on one H200."""
+VLLM_TPOT_MS = {1: 4.94, 8: 5.21, 32: 5.80, 128: 8.48, 256: 13.43}
+VLLM_PREFILL, VLLM_MIXED = 43_700, 10_300
+"""vLLM 0.26 on one H200, the 8B shape in bf16: TPOT by batch; prefill tokens/s; output tokens/s of the 512 requests."""
+
+GREEDY = {"temperature": 0.0}
+SAMPLED = {"temperature": 0.8, "top_k": 50, "top_p": 0.95}
+
+
+@dataclass(frozen=True)
+class Lengths:
+    prompt: int
+    output: int
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", default="demo")
-    parser.add_argument("--batches", default="1,4,16", help="numbers of sequences, comma-separated")
-    parser.add_argument("--prompt", type=int, default=128, help="tokens a prompt")
-    parser.add_argument("--output", type=int, default=64, help="tokens an answer")
+    parser.add_argument("--model", default="demo", help="demo, 8B (random weights), or a model directory")
+    parser.add_argument("--batches", help="numbers of sequences [1,4,16; 8B: 1,8,32,64,128,256]")
+    parser.add_argument("--prompt", type=int, help="tokens a prompt [128; 8B: 512]")
+    parser.add_argument("--output", type=int, help="tokens an answer [64; 8B: 128]")
+    parser.add_argument("--mixed", action="store_true", help="also the 512 requests of log-normal lengths")
+    parser.add_argument("--options", default="{}", help="more EngineConfig fields, as JSON")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    batches = [int(b) for b in arguments.batches.split(",")]
-    llm = LLM(arguments.model, max_num_seqs=max(16, *batches), progress=report)
-    rows = [measure(llm, batch, arguments.prompt, arguments.output) for batch in batches]
-    result = {"machine": machine(), "command": " ".join(sys.argv), "startup_seconds": startup(llm), "rows": rows}
-    print(f"\n{result['machine']}\n{arguments.model}, {arguments.prompt} tokens in, {arguments.output} out")
-    print(f"{'batch':>6} {'ms a decode step':>17} {'tokens/s':>9} {'prefill tokens/s':>17}")
-    for row in rows:
-        print(
-            f"{row['batch']:>6} {row['decode_step_ms']:>17.2f} {row['decode_tokens_s']:>9.1f}"
-            f" {row['prefill_tokens_s']:>17.1f}"
-        )
+    large = arguments.model == "8B"
+    batches = [int(b) for b in (arguments.batches or ("1,8,32,64,128,256" if large else "1,4,16")).split(",")]
+    lengths = Lengths(arguments.prompt or (512 if large else 128), arguments.output or (128 if large else 64))
+    with model_directory(arguments.model) as directory:
+        options = dict(max_num_seqs=max(16, *batches), max_model_len=2048 if large else None)
+        if large:
+            options |= dict(load_format="dummy", row_buckets=tuple(sorted({16, *batches})))
+        options |= {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(arguments.options).items()}
+        config = EngineConfig(model=arguments.model, **options)
+        backend.configure(config)
+        start = time.monotonic()
+        engine = EngineCore.load(config, directory, report)
+        result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv)}
+        result["startup_seconds"] = {**engine.runner.startup_seconds, "total": time.monotonic() - start}
+        result["rows"] = [measure(engine, batch, lengths) for batch in batches]
+        result["prefill_tokens_s"] = prefill_rate(engine, lengths.prompt)
+        if arguments.mixed:
+            result["mixed"] = mixed(engine)
+    show(result, arguments.model, lengths, large)
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
-def measure(llm: LLM, batch: int, prompt: int, output: int) -> dict[str, Any]:
-    """One batch size: median time of a decode step, and the prefill rate."""
-    prefill = run(llm, batch, prompt, 1)
-    seconds = prefill[-1].collected - prefill[0].submitted
-    steps = [e.collected - e.submitted for e in run(llm, batch, prompt, output) if e.kind == "decode"]
-    step = statistics.median(steps)
-    report(f"batch {batch}: {step * 1000:.2f} ms a step")
-    return {
-        "batch": batch,
-        "decode_step_ms": step * 1000,
-        "decode_tokens_s": batch / step,
-        "prefill_tokens_s": batch * prompt / seconds,
-    }
+@contextmanager
+def model_directory(name: str) -> Iterator[Path]:
+    if name == "8B":
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "config.json").write_text(json.dumps(LLAMA_8B_CONFIG), encoding="utf-8")
+            yield Path(directory)
+    else:
+        yield demo_model_directory(progress=report) if name == "demo" else Path(name)
 
 
-def run(llm: LLM, batch: int, prompt: int, output: int) -> list[StepEvent]:
-    """Run ``batch`` requests to their end; returns what each step did."""
-    engine = llm.engine
+def measure(engine: EngineCore, batch: int, lengths: Lengths) -> dict[str, Any]:
+    """Milliseconds a decode step, greedy and sampled, and the floor."""
+    row: dict[str, Any] = {"batch": batch, "floor_ms": floor_seconds(engine, batch, lengths) * 1000}
+    for name, sampling in (("greedy", GREEDY), ("sampled", SAMPLED)):
+        run(engine, [lengths] * batch, sampling)
+        ends = [e.collected for e in engine.events if e.kind == "decode"]
+        row[f"{name}_ms"] = (ends[-1] - ends[0]) / (len(ends) - 1) * 1000
+        row[f"{name}_median_ms"] = float(np.median(np.diff(ends))) * 1000
+    report(f"batch {batch}: {row}")
+    return row
+
+
+def prefill_rate(engine: EngineCore, prompt: int) -> float:
+    """Prompt tokens a second, over prompts that give one token each."""
+    count = max(4, 8 * engine.runner.plan.max_num_batched_tokens // prompt)
+    run(engine, [Lengths(prompt, 1)] * count, GREEDY)
+    seconds = run(engine, [Lengths(prompt, 1)] * count, GREEDY)
+    return count * prompt / seconds
+
+
+def mixed(engine: EngineCore, seed: int = 0) -> dict[str, float]:
+    """512 requests of log-normal lengths, all there from the start."""
+    rng = np.random.default_rng(seed)
+    inputs = np.clip(np.exp(rng.normal(5.2, 0.9, 512)), 16, 1024).astype(int)
+    outputs = np.clip(np.exp(rng.normal(5.1, 0.8, 512)), 8, 512).astype(int)
+    seconds = run(engine, [Lengths(int(i), int(o)) for i, o in zip(inputs, outputs, strict=True)], GREEDY)
+    return {"seconds": seconds, "output_tokens": int(outputs.sum()), "output_tokens_s": outputs.sum() / seconds}
+
+
+def run(engine: EngineCore, work: list[Lengths], sampling: dict[str, Any]) -> float:
+    """Run requests to their end; returns the seconds it took."""
     rng = np.random.default_rng(0)
+    high = min(128000, engine.info.vocab_size)
+    requests = []
+    for index, lengths in enumerate(work):
+        params = SamplingParams(**sampling, max_tokens=lengths.output, ignore_eos=True, seed=index)
+        ids = rng.integers(10, high, lengths.prompt).tolist()
+        requests += make_requests(f"bench-{index}", ids, params, engine.info)
     engine.events.clear()
-    sampling = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    for index in range(batch):
-        ids = rng.integers(10, engine.info.vocab_size, prompt).tolist()
-        for request in make_requests(f"bench-{index}", ids, sampling, engine.info):
-            engine.add_request(request)
+    start = time.monotonic()
+    for request in requests:
+        engine.add_request(request)
     while engine.has_work():
         engine.step()
-    return list(engine.events)
+    return time.monotonic() - start
 
 
-def startup(llm: LLM) -> dict[str, float]:
-    return dict(getattr(llm.engine.runner, "startup_seconds", {}))
+def floor_seconds(engine: EngineCore, batch: int, lengths: Lengths) -> float:
+    """Of one decode step, at the middle of the answers."""
+    runner = engine.runner
+    model: ModelConfig = runner.model_config
+    params = matmul_params(model)
+    tokens = batch * (lengths.prompt + lengths.output / 2)
+    per_token = bytes_per_block(model, 1, runner.plan.dtype)
+    read = params * runner.plan.dtype.itemsize + tokens * per_token
+    return max(read / READ_BYTES_S, 2 * params * batch / FLOPS)
+
+
+def matmul_params(model: ModelConfig) -> int:
+    """Parameters that every token is multiplied with."""
+    qkv = model.hidden_size * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    o = model.num_heads * model.head_dim * model.hidden_size
+    return model.num_layers * (qkv + o + 3 * model.hidden_size * model.intermediate_size) + (
+        model.hidden_size * model.vocab_size
+    )
+
+
+def show(result: dict[str, Any], model: str, lengths: Lengths, large: bool) -> None:
+    """The table; beside the 8B shape's figures those of vLLM."""
+    print(f"\n{result['machine']}\n{result['command']}")
+    print(f"{model}: {lengths.prompt} tokens in, {lengths.output} out; ms a decode step")
+    print(f"start to ready {result['startup_seconds']['total']:.1f} s")
+    head = f"{'batch':>6} {'greedy':>8} {'sampled':>8} {'tokens/s':>9}"
+    print(head + (f" {'floor':>7} {'x floor':>8} {'vLLM':>6}" if large else ""))
+    for row in result["rows"]:
+        batch, greedy = row["batch"], row["greedy_ms"]
+        line = f"{batch:>6} {greedy:>8.2f} {row['sampled_ms']:>8.2f} {batch / greedy * 1000:>9.1f}"
+        if large:
+            vllm = VLLM_TPOT_MS.get(batch)
+            line += f" {row['floor_ms']:>7.2f} {greedy / row['floor_ms']:>8.2f} {vllm or '':>6}"
+        print(line)
+    print(f"prefill: {result['prefill_tokens_s']:.0f} tokens/s" + (f" (vLLM {VLLM_PREFILL})" if large else ""))
+    if "mixed" in result:
+        rate, seconds = result["mixed"]["output_tokens_s"], result["mixed"]["seconds"]
+        print(
+            f"512 requests: {rate:.0f} output tokens/s in {seconds:.2f} s" + (f" (vLLM {VLLM_MIXED})" if large else "")
+        )
 
 
 def machine() -> str:
-    devices: Iterable[Any] = jax.devices()
-    kinds = ", ".join(sorted({d.device_kind for d in devices}))
-    return f"{kinds} ({platform.machine()}), jax {version('jax')}, jaxserve {version('jaxserve')}"
+    kinds = ", ".join(sorted({d.device_kind for d in jax.devices()}))
+    return f"{kinds} ({platform.machine()}), jax {version('jax')}, Python {platform.python_version()}"
 
 
 def report(line: str) -> None:

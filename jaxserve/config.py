@@ -9,8 +9,8 @@ from typing import Literal
 import msgspec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "reference")
-LOAD_FORMATS = ("safetensors",)
+ATTENTION_BACKENDS = ("auto", "reference", "triton")
+LOAD_FORMATS = ("safetensors", "dummy")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 

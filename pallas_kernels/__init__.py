@@ -1,9 +1,9 @@
-"""Attention over a paged KV cache: arrays in, arrays out, several implementations behind each function.
+"""Attention over a paged KV cache, and sampling: arrays in, arrays out, several implementations behind each function.
 
 Shapes: T tokens, S sequences, M blocks a sequence, N blocks of the cache, B tokens a block, H query heads,
 K KV heads, D head size. A cache is ``[N, B, K, D]``; block 0 belongs to nobody and takes the writes of padding.
 """
 
-from pallas_kernels.dispatch import backends, decode_attention, prefill_attention, write_kv
+from pallas_kernels.dispatch import backends, decode_attention, prefill_attention, sample, write_kv
 
-__all__ = ["backends", "decode_attention", "prefill_attention", "write_kv"]
+__all__ = ["backends", "decode_attention", "prefill_attention", "sample", "write_kv"]

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from typing import Any
 
 import jax
 
 from pallas_kernels import reference
+from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
 
-IMPLEMENTATIONS: dict[str, dict[str, Callable[..., Array]]] = {
-    "decode_attention": {"reference": reference.decode_attention},
-    "prefill_attention": {"reference": reference.prefill_attention},
+# Operation -> implementation -> where it is; modules are imported when first asked for, since triton is large and
+# not everywhere.
+IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "decode_attention": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_decode",
+    },
+    "prefill_attention": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_prefill",
+    },
+    "sample": {
+        "reference": "pallas_kernels.sampling",
+        "triton": "pallas_kernels.triton_sampling",
+    },
 }
 
 
@@ -21,13 +36,15 @@ def backends(operation: str) -> tuple[str, ...]:
     return tuple(IMPLEMENTATIONS[operation])
 
 
-def _implementation(operation: str, backend: str) -> Callable[..., Array]:
+def _implementation(operation: str, backend: str) -> Callable[..., Any]:
     try:
-        return IMPLEMENTATIONS[operation][backend]
+        module = IMPLEMENTATIONS[operation][backend]
     except KeyError:
         raise ValueError(
             f"{operation} has no {backend!r} implementation, only {', '.join(backends(operation))}"
         ) from None
+    run: Callable[..., Any] = getattr(import_module(module), operation)
+    return run
 
 
 def write_kv(k_cache: Array, v_cache: Array, k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
@@ -45,15 +62,21 @@ def decode_attention(
     scale: float,
     window: int | None,
     backend: str,
+    split_size: int | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """Attention of one query a sequence, the last of its ``seq_lens[s]`` tokens.
 
     ``q[S, H, D]``, ``block_tables[S, M]``, ``seq_lens[S]`` -> ``[S, H, D]`` in q's dtype. Query head h reads
     KV head h // (H / K). With a ``window``, only the last ``window`` positions are seen. A row of length 0 is
-    padding and gives zeros.
+    padding and gives zeros. ``split_size`` (a multiple of 64) fixes how many keys are summed in one go, so that a row's
+    order of summation depends on its own length alone. ``k_scale`` and ``v_scale``, float32 ``[K]`` and given together,
+    multiply the keys and values of each KV head.
     """
     run = _implementation("decode_attention", backend)
-    return run(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, window=window)
+    options = {"split_size": split_size, "k_scale": k_scale, "v_scale": v_scale}
+    return run(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, window=window, **options)
 
 
 def prefill_attention(
@@ -76,3 +99,9 @@ def prefill_attention(
     """
     run = _implementation("prefill_attention", backend)
     return run(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale=scale, window=window)
+
+
+def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> Array:
+    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``; ``positions[R]`` is where the token will stand.
+    Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding."""
+    return _implementation("sample", backend)(logits, rows, positions)

@@ -60,7 +60,11 @@ def decode_attention(
     *,
     scale: float,
     window: int | None,
+    split_size: int | None = None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
+    del split_size  # the order of summation depends on a row's own length anyway
     num_seqs, num_heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     blocks, chunk = _chunking(block_size)
@@ -70,6 +74,8 @@ def decode_attention(
     def step(index: Array, state: _Softmax) -> _Softmax:
         ids = lax.dynamic_slice_in_dim(tables, index * blocks, blocks, axis=1)
         keys, values = (c[ids].reshape(num_seqs, chunk, kv_heads, head_dim) for c in (k_cache, v_cache))
+        if k_scale is not None and v_scale is not None:
+            keys, values = keys * k_scale[:, None], values * v_scale[:, None]
         scores = jnp.einsum("skgd,sckd->skgc", queries, keys, preferred_element_type=jnp.float32)
         positions = index * chunk + jnp.arange(chunk)
         seen = positions[None] < seq_lens[:, None]

@@ -35,7 +35,7 @@ def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
     # The largest is taken off first, or a tiny temperature would make it infinite.
     scores = logits - logits.max(-1, keepdims=True)
     scores = scores / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
-    scores = jnp.where(keep_mask(scores, rows), scores, -jnp.inf)
+    scores = jnp.where(keep_mask(logits, scores, rows), scores, -jnp.inf)
     bits = vocabulary_bits(rows.seeds, rows.choices, positions, logits.shape[1])
     # An exponential variate with full resolution where it is small, which is where the largest noise comes from.
     # Rounded to 1 it would be infinite, and the only token kept would lose to those that are not.
@@ -45,39 +45,39 @@ def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
     return jnp.where(rows.temperature > 0, random, jnp.argmax(logits, -1)).astype(jnp.int32)
 
 
-def keep_mask(scores: Array, rows: SamplingRows) -> Array:
-    """Which tokens may be chosen, bool ``[R, V]``, of ``scores`` (logits over temperature, the largest of a row 0)."""
+def keep_mask(logits: Array, scores: Array, rows: SamplingRows) -> Array:
+    """Which tokens may be chosen, bool ``[R, V]``, of ``logits``; ``scores`` are those over temperature, the largest of
+    a row 0. Thresholds are on the logits: dividing could make ties of what is none."""
     weights = jnp.exp(scores)
     kept = weights >= rows.min_p[:, None]
+    keys = _ordered_bits(logits)
     return lax.cond(
         jnp.any((rows.top_k > 0) | (rows.top_p < 1.0)),
-        lambda: _top_p(_top_k(kept, scores, rows.top_k), scores, weights, rows.top_p),
+        lambda: _top_p(_top_k(kept, keys, rows.top_k), keys, weights, rows.top_p),
         lambda: kept,
     )
 
 
-def _top_k(kept: Array, scores: Array, top_k: Array) -> Array:
-    wanted = jnp.where(top_k > 0, top_k, scores.shape[1])[:, None]
-    keys = _ordered_bits(scores)
+def _top_k(kept: Array, keys: Array, top_k: Array) -> Array:
+    wanted = jnp.where(top_k > 0, top_k, keys.shape[1])[:, None]
 
     def enough(threshold: Array) -> Array:
         return jnp.sum(keys >= threshold, -1, keepdims=True, dtype=jnp.int32) >= wanted
 
-    threshold = _largest(enough, scores.shape[0])
+    threshold = _largest(enough, keys.shape[0])
     room = wanted - jnp.sum(keys > threshold, -1, keepdims=True, dtype=jnp.int32)
     return kept & _above(keys, threshold, room)
 
 
-def _top_p(kept: Array, scores: Array, weights: Array, top_p: Array) -> Array:
+def _top_p(kept: Array, keys: Array, weights: Array, top_p: Array) -> Array:
     weights = jnp.where(kept, weights, 0.0)
     # Never zero, so that at least the best token stays; and 1.0 keeps all, however the sums round.
     wanted = jnp.maximum(top_p[:, None] * weights.sum(-1, keepdims=True), jnp.finfo(jnp.float32).tiny)
-    keys = _ordered_bits(scores)
 
     def enough(threshold: Array) -> Array:
         return jnp.sum(jnp.where(keys >= threshold, weights, 0.0), -1, keepdims=True) >= wanted
 
-    threshold = _largest(enough, scores.shape[0])
+    threshold = _largest(enough, keys.shape[0])
     missing = wanted - jnp.sum(jnp.where(keys > threshold, weights, 0.0), -1, keepdims=True)
     weight = jnp.max(jnp.where(keys == threshold, weights, 0.0), -1, keepdims=True)
     room = jnp.maximum(jnp.ceil(missing / weight), 1.0)

@@ -155,10 +155,10 @@ def _rope(raw: dict[str, Any]) -> RopeConfig:
 
 
 def _window(raw: dict[str, Any], architecture: str) -> int | None:
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)  # transformers' default
     if window is None or raw.get("use_sliding_window") is False:
         return None
-    if not isinstance(window, int) or window < 1:
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
         raise CheckpointError(f"config.json: sliding_window must be null or a positive integer, got {window!r}")
     if architecture != "MistralForCausalLM":
         raise CheckpointError(f"config.json: sliding_window is not supported for {architecture}")

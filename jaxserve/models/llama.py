@@ -37,6 +37,30 @@ SPECS = {
 }
 
 
+def param_shapes(config: ModelConfig) -> Params:
+    """The shape of every parameter, in the structure of the parameters."""
+    hidden, inner, vocab, dim = config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim
+    kv, groups = config.num_kv_heads, config.num_heads // config.num_kv_heads
+    layer: dict[str, tuple[int, ...]] = {
+        "input_norm": (hidden,),
+        "qkv": (hidden, kv, groups + 2, dim),
+        "o": (kv, groups, dim, hidden),
+        "post_norm": (hidden,),
+        "gate_up": (hidden, 2, inner),
+        "down": (inner, hidden),
+    }
+    if config.qkv_bias:
+        layer["qkv_bias"] = (kv, groups + 2, dim)
+    if config.o_bias:
+        layer["o_bias"] = (hidden,)
+    if config.mlp_bias:
+        layer |= {"gate_up_bias": (2, inner), "down_bias": (hidden,)}
+    ends: dict[str, tuple[int, ...]] = {"embed": (vocab, hidden), "norm": (hidden,)}
+    if not config.tie_word_embeddings:
+        ends["lm_head"] = (hidden, vocab)
+    return {"layers": tuple(dict(layer) for _ in range(config.num_layers)), **ends}
+
+
 def load_params(
     checkpoint: Checkpoint,
     config: ModelConfig,

@@ -118,7 +118,8 @@ def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) ->
     token_ids = jnp.concatenate([jnp.where(known < 0, state.last_tokens[slots[:split]], known), tokens[split:]])
 
     index = jnp.arange(bucket.prefill_tokens)
-    owner = jnp.searchsorted(starts[1:], index, side="right")  # beyond the last row for padding
+    # Beyond the last row for padding. compare_all, since the default is a loop, which no CUDA graph takes in.
+    owner = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
     owner = jnp.minimum(owner, max(bucket.prefill_rows - 1, 0))
     valid = index < starts[-1]
     prefill_lens = seq_lens[split:]
@@ -144,23 +145,20 @@ def _append_blocks(tables: Array, slots: Array, seq_lens: Array, new_blocks: Arr
     return tables.at[0, slots, column].set(new_blocks, mode="drop")
 
 
-def pack_row_updates(items: Sequence[ScheduledRequest], table_width: int, unused_slot: int) -> list[np.ndarray]:
-    """Arrays for ``apply_row_updates``, each int32 ``[UPDATE_ROWS, 2 + SAMPLING_WORDS + M]``: slot, whether sampling
-    words are given, those, the block table."""
-    calls = []
-    for start in range(0, len(items), UPDATE_ROWS):
-        rows = np.zeros((UPDATE_ROWS, 2 + SAMPLING_WORDS + table_width), np.int32)
-        rows[:, 0] = unused_slot
-        for row, item in zip(rows, items[start : start + UPDATE_ROWS], strict=False):
-            assert item.block_ids is not None
-            row[0] = item.slot
-            if item.sampling is not None:
-                row[1] = 1
-                row[2 : 2 + SAMPLING_WORDS] = _sampling_words(item.sampling)
-            table = row[2 + SAMPLING_WORDS :]
-            table[: len(item.block_ids)] = item.block_ids
-        calls.append(rows)
-    return calls
+def pack_row_updates(items: Sequence[ScheduledRequest], table_width: int, unused_slot: int) -> np.ndarray:
+    """Argument of ``apply_row_updates`` for at most UPDATE_ROWS items, int32 ``[UPDATE_ROWS, 2 + SAMPLING_WORDS + M]``:
+    slot, whether sampling words are given, those, the block table."""
+    rows = np.zeros((UPDATE_ROWS, 2 + SAMPLING_WORDS + table_width), np.int32)
+    rows[:, 0] = unused_slot
+    for row, item in zip(rows, items, strict=False):
+        assert item.block_ids is not None
+        row[0] = item.slot
+        if item.sampling is not None:
+            row[1] = 1
+            row[2 : 2 + SAMPLING_WORDS] = _sampling_words(item.sampling)
+        table = row[2 + SAMPLING_WORDS :]
+        table[: len(item.block_ids)] = item.block_ids
+    return rows
 
 
 def _sampling_words(row: RowSampling) -> np.ndarray:

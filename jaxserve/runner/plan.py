@@ -68,8 +68,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
         max_num_batched_tokens=budget,
         block_size=config.block_size,
         ladder=ladder,
-        attention_backend="reference" if config.attention_backend == "auto" else config.attention_backend,
-        async_depth=config.async_depth or 1,
+        attention_backend=_backend(config, on_gpu),
+        async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
     )
 
@@ -83,6 +83,15 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {limit} positions")
     return config.max_model_len
+
+
+def _backend(config: EngineConfig, on_gpu: bool) -> str:
+    """An explicit choice never falls back; auto is Triton on a GPU."""
+    if config.attention_backend == "triton" and not on_gpu:
+        raise ValueError("--attention-backend triton needs an NVIDIA GPU; a CPU has reference")
+    if config.attention_backend != "auto":
+        return config.attention_backend
+    return "triton" if on_gpu else "reference"
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> np.dtype:

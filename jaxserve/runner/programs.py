@@ -85,7 +85,10 @@ class ProgramBuilder:
         """Compile the sampling program for a number of rows."""
 
         def sample(state: BatchState, logits: Array, rows: Array) -> tuple[BatchState, Array]:
-            return choose_tokens(state, logits, rows, variant=variant, max_logprobs=self._plan.max_logprobs)
+            plan = self._plan
+            return choose_tokens(
+                state, logits, rows, variant=variant, backend=plan.attention_backend, max_logprobs=plan.max_logprobs
+            )
 
         logits = self._shape((rows, self._model.vocab_size), jnp.float32)
         return jax.jit(sample, donate_argnums=0).lower(self.state, logits, self._shape((2, rows), np.int32)).compile()

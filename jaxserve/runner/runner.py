@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.config import EngineConfig
 from jaxserve.models import kv_cache
 from jaxserve.models.config import ModelConfig, load_model_config
+from jaxserve.models.dummy import random_params
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import Checkpoint
 from jaxserve.runner import batch, compiles
@@ -27,7 +28,7 @@ from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.plan import make_plan, num_blocks
 from jaxserve.runner.programs import ProgramBuilder
 from jaxserve.runner.sampler import NON_FINITE, SamplerVariant, split_result
-from jaxserve.scheduling.schedule import SchedulerOutput
+from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +116,7 @@ class ModelRunner:
         if self.plan.dtype == np.float32:
             jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU would use TF32
         with self._phase("load"):
-            self._params = self._load(directory, progress)
+            self._params = self._load(directory, config.load_format, progress)
         with self._phase("compile"):
             reserve = 0 if self._on_cpu else self._program_bytes()
             self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserve)
@@ -137,7 +138,9 @@ class ModelRunner:
         self.startup_seconds[name] = time.monotonic() - start
         logger.info("start-up phase %s took %.1f s", name, self.startup_seconds[name])
 
-    def _load(self, directory: Path, progress: Progress) -> Any:
+    def _load(self, directory: Path, load_format: str, progress: Progress) -> Any:
+        if load_format == "dummy":
+            return jax.block_until_ready(random_params(self.model_config, self.plan.dtype, self._mesh))
         checkpoint = Checkpoint(directory, self.plan.dtype)
         layers = self.model_config.num_layers
 
@@ -167,7 +170,7 @@ class ModelRunner:
         """Run every program three times on padding: a GPU records its graphs on the first two. A CPU has none."""
         padding = SchedulerOutput((), (), greedy=True, logprobs=False)
         for _ in range(0 if self._on_cpu else 3):
-            self._update_rows(padding)
+            self._write_rows([])
             logits = {}
             for bucket in self._programs.forward:
                 logits[bucket.rows] = self._forward(padding, bucket)
@@ -192,9 +195,13 @@ class ModelRunner:
 
     def _update_rows(self, schedule: SchedulerOutput) -> None:
         items = [item for item in schedule.rows if item.block_ids is not None]
+        for start in range(0, len(items), batch.UPDATE_ROWS):
+            self._write_rows(items[start : start + batch.UPDATE_ROWS])
+
+    def _write_rows(self, items: list[ScheduledRequest]) -> None:
         nobody = self.plan.max_num_seqs + 1  # out of range: dropped
-        for rows in batch.pack_row_updates(items, self.plan.table_width, nobody):
-            self._state = self._programs.update_rows(self._state, jax.device_put(rows, self._replicated))
+        rows = batch.pack_row_updates(items, self.plan.table_width, nobody)
+        self._state = self._programs.update_rows(self._state, jax.device_put(rows, self._replicated))
 
     def _forward(self, schedule: SchedulerOutput, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
         packed = batch.pack(schedule.decode, schedule.prefill, bucket, null_slot=self.plan.max_num_seqs)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import pallas_kernels
 from jaxserve.runner.batch import BatchState
-from pallas_kernels.sampling import sample
 
 Array = jax.Array
 
@@ -33,7 +33,7 @@ VARIANTS = tuple(SamplerVariant(g, p) for g in (True, False) for p in (False, Tr
 
 
 def choose_tokens(
-    state: BatchState, logits: Array, rows: Array, *, variant: SamplerVariant, max_logprobs: int
+    state: BatchState, logits: Array, rows: Array, *, variant: SamplerVariant, backend: str, max_logprobs: int
 ) -> tuple[BatchState, Array]:
     """Sample ``logits[R, V]`` of ``rows[2, R]`` (slots, sequence lengths), and leave the tokens in the state for the
     next step. Returns int32 ``[R, W]``: the token (NON_FINITE where the logits were broken), then with logprobs its
@@ -42,7 +42,7 @@ def choose_tokens(
     if variant.greedy:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     else:
-        tokens = sample(logits, state.sampling_rows(slots), seq_lens)
+        tokens = pallas_kernels.sample(logits, state.sampling_rows(slots), seq_lens, backend=backend)
     finite = jnp.isfinite(logits.max(-1))  # max hands a NaN on
     result = [jnp.where(finite, tokens, NON_FINITE)[:, None]]
     if variant.logprobs:

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 CRASH_GRACE_SECONDS = 3.0
 """After an engine's death, time for the API process to end its streams and to answer 503."""
 INTERRUPT_DRAIN_SECONDS = 5.0
-EXIT_ENGINE_STARTUP_FAILED = 1
+EXIT_STARTUP_FAILED = 1
+"""Of a child that has said why."""
 
 
 def run(config: ServerConfig) -> int:
@@ -131,12 +132,13 @@ class _Children:
             if (code := self.engine.poll()) is not None:
                 return self._engine_died(code)
             if (code := self.api.poll()) is not None:
-                logger.error("the API process died (exit code %d)", code)
+                if code != EXIT_STARTUP_FAILED:
+                    logger.error("the API process died (exit code %d)", code)
                 return 1
             time.sleep(0.05)
 
     def _engine_died(self, code: int) -> int:
-        if code != EXIT_ENGINE_STARTUP_FAILED:
+        if code != EXIT_STARTUP_FAILED:
             logger.error("the engine process died (exit code %d); shutting down", code)
             time.sleep(CRASH_GRACE_SECONDS)
         return 1

@@ -83,7 +83,12 @@ def dense(inputs: Inputs) -> np.ndarray:
 
 
 CASES = [
-    pytest.param(shape, backend, id=f"{operation.removesuffix('_attention')}-{name}-{backend}")
+    pytest.param(
+        shape,
+        backend,
+        marks=() if backend == "reference" else pytest.mark.gpu,
+        id=f"{operation.removesuffix('_attention')}-{name}-{backend}",
+    )
     for operation, shapes in (("decode_attention", DECODE), ("prefill_attention", PREFILL))
     for name, shape in shapes.items()
     for backend in pallas_kernels.backends(operation)

@@ -15,7 +15,12 @@ from pallas_kernels.sampling import SamplingRows
 VOCAB = 1000
 
 sample = jax.jit(sampling.sample)
-keep_mask = jax.jit(sampling.keep_mask)
+
+
+@jax.jit
+def keep_mask(logits, rows):
+    """At temperature 1."""
+    return sampling.keep_mask(logits, logits - logits.max(-1, keepdims=True), rows)
 
 
 def make_rows(count, *, temperature=1.0, top_p=1.0, min_p=0.0, top_k=0, seeds=None, choices=0) -> SamplingRows:
@@ -44,19 +49,15 @@ def make_logits(kind: str, count: int, vocab: int = VOCAB) -> np.ndarray:
     return logits
 
 
-def scores_of(logits: np.ndarray) -> np.ndarray:
-    return logits - logits.max(-1, keepdims=True)
-
-
 # ---------------------------------------------------------------------------- the kept set
 
 
-def sorted_keep(scores, top_k, top_p, min_p) -> tuple[np.ndarray, np.ndarray]:
+def sorted_keep(logits, top_k, top_p, min_p) -> tuple[np.ndarray, np.ndarray]:
     """One row by sorting, in float64: which tokens are kept, and those within 1e-6 of a threshold."""
-    weights = np.exp(scores.astype(np.float64))
-    order = np.argsort(-scores, kind="stable")  # ties: the lowest id first
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    order = np.argsort(-logits, kind="stable")  # ties: the lowest id first
     rank = np.argsort(order)
-    kept = (weights >= min_p) & (rank < (top_k if top_k > 0 else len(scores)))
+    kept = (weights >= min_p) & (rank < (top_k if top_k > 0 else len(logits)))
     sorted_weights = np.where(kept, weights, 0.0)[order]
     total = sorted_weights.sum()
     before = (np.cumsum(sorted_weights) - sorted_weights)[rank] / total
@@ -73,12 +74,12 @@ def test_keeps_what_sorting_keeps(kind):
         list(product((-1, 0, 1, 5, 300, VOCAB, 5 * VOCAB), (1.0, 0.0, 0.3, 0.9, 0.999), (0, 0.01, 0.3, 1)))
     )
     top_k, top_p, min_p = options.T
-    scores = scores_of(make_logits(kind, len(options)))
-    got = np.asarray(keep_mask(scores, make_rows(len(options), top_k=top_k, top_p=top_p, min_p=min_p)))
+    logits = make_logits(kind, len(options))
+    got = np.asarray(keep_mask(logits, make_rows(len(options), top_k=top_k, top_p=top_p, min_p=min_p)))
     assert got.any(-1).all()
     differing = 0
     for row, (k, p, m) in enumerate(options):
-        expected, close = sorted_keep(scores[row], int(k), float(np.float32(p)), float(np.float32(m)))
+        expected, close = sorted_keep(logits[row], int(k), float(np.float32(p)), float(np.float32(m)))
         wrong = (got[row] != expected) & ~close
         assert not wrong.any(), f"top_k={k} top_p={p} min_p={m}: tokens {wrong.nonzero()[0][:5]}"
         differing += np.sum(got[row] != expected)
@@ -87,11 +88,11 @@ def test_keeps_what_sorting_keeps(kind):
 
 def test_top_p_over_a_real_vocabulary():
     """128k float32 additions still find the same set."""
-    scores = scores_of(make_logits("float32", 3, vocab=128_256))
+    logits = make_logits("float32", 3, vocab=128_256)
     top_p = (0.3, 0.9, 0.95)
-    got = np.asarray(keep_mask(scores, make_rows(3, top_p=top_p)))
+    got = np.asarray(keep_mask(logits, make_rows(3, top_p=top_p)))
     for row, p in enumerate(top_p):
-        expected, close = sorted_keep(scores[row], 0, float(np.float32(p)), 0.0)
+        expected, close = sorted_keep(logits[row], 0, float(np.float32(p)), 0.0)
         np.testing.assert_array_equal(got[row][~close], expected[~close])
 
 
@@ -99,17 +100,17 @@ def test_top_p_over_a_real_vocabulary():
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
 def test_keeps_exactly_the_best_token(kind, options):
     """Of several that are equally good, the one with the lowest id, as argmax does."""
-    scores = scores_of(make_logits(kind, 8))
-    kept = np.asarray(keep_mask(scores, make_rows(8, **options)))
+    logits = make_logits(kind, 8)
+    kept = np.asarray(keep_mask(logits, make_rows(8, **options)))
     np.testing.assert_array_equal(kept.sum(-1), 1)
-    np.testing.assert_array_equal(kept.argmax(-1), scores.argmax(-1))
+    np.testing.assert_array_equal(kept.argmax(-1), logits.argmax(-1))
 
 
 @pytest.mark.parametrize("top_k", [0, -1, VOCAB, VOCAB + 1, 2**31 - 1])
 def test_top_k_that_keeps_all(top_k):
-    scores = scores_of(make_logits("bfloat16", 4))
+    logits = make_logits("bfloat16", 4)
     rows = make_rows(4, top_k=[top_k] * 3 + [2])  # the last row alone would let the search be skipped
-    kept = np.asarray(keep_mask(scores, rows))
+    kept = np.asarray(keep_mask(logits, rows))
     np.testing.assert_array_equal(kept.sum(-1), [VOCAB] * 3 + [2])
 
 
@@ -128,9 +129,9 @@ def critical_value(freedom: int) -> float:
 def test_frequencies_are_the_softmax_of_what_is_kept(options):
     count, vocab = 20_000, 12
     logits = make_logits("float32", 1, vocab) / 2
-    scores = scores_of(logits / options.get("temperature", 1.0))
-    kept, _ = sorted_keep(scores[0], options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
-    probabilities = np.where(kept, np.exp(scores[0].astype(np.float64)), 0.0)
+    scaled = logits[0] / options.get("temperature", 1.0)
+    kept, _ = sorted_keep(scaled, options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0))
+    probabilities = np.where(kept, np.exp(scaled.astype(np.float64)), 0.0)
     expected = count * probabilities / probabilities.sum()
     rows = make_rows(count, seeds=7, **options)  # one seed; positions alone tell the draws apart
     tokens = sample(np.repeat(logits, count, 0), rows, np.arange(count, dtype=np.int32))
@@ -162,7 +163,7 @@ def test_greedy_rows_beside_random_ones():
 
 
 def test_the_same_choice_in_any_batch():
-    """Options, seeds and positions all differ between rows; the order of rows and the size of the batch do not matter."""
+    """Options, seeds and positions differ between rows; the order of rows and the size of the batch do not matter."""
     logits = make_logits("bfloat16", 24)
     at = np.arange(24)
     rows = make_rows(24, temperature=0.5 + at / 12, top_p=1 - at % 3 / 10, top_k=at % 4 * 20, min_p=at % 2 / 50)

@@ -1,0 +1,124 @@
+"""Prefill attention in Triton: ragged chunks over block tables, causal (FlashAttention-2, Dao, arXiv:2307.08691)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import triton
+import triton.language as tl
+
+from pallas_kernels.triton_decode import LOG2E
+
+Array = jax.Array
+
+
+@triton.jit
+def prefill_kernel(
+    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, out_ptr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLE_WIDTH: tl.constexpr,
+    SEQS: tl.constexpr, SEQS_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, H): a tile is ROWS queries of one sequence; tiles left over write zeros to padding tokens."""
+    index, head = tl.program_id(0), tl.program_id(1)
+    row, dim, tile = tl.arange(0, ROWS), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
+    all_seqs = tl.arange(0, SEQS_PAD)
+    begin = tl.load(starts_ptr + all_seqs, mask=all_seqs < SEQS, other=0)
+    finish = tl.load(starts_ptr + all_seqs + 1, mask=all_seqs < SEQS, other=0)
+    tiles = tl.where(all_seqs < SEQS, tl.cdiv(finish - begin, ROWS), 0)
+    seq = tl.sum((tl.cumsum(tiles, 0) <= index).to(tl.int32), 0)
+    if seq >= SEQS:
+        token = tl.load(starts_ptr + SEQS) + (index - tl.sum(tiles, 0)) * ROWS + row
+        out = out_ptr + (token[:, None] * HEADS + head) * DIM + dim[None, :]
+        zeros = tl.zeros([ROWS, DIM_PAD], out_ptr.dtype.element_ty)
+        tl.store(out, zeros, mask=(token < TOKENS)[:, None] & (dim < DIM)[None, :])
+    else:
+        before = tl.sum(tl.where(all_seqs < seq, tiles, 0), 0)
+        first_token = tl.load(starts_ptr + seq)
+        query_len = tl.load(starts_ptr + seq + 1) - first_token
+        length = tl.load(lens_ptr + seq)
+        offset = (index - before) * ROWS
+        mine = (offset + row < query_len)[:, None] & (dim < DIM)[None, :]
+        places = ((first_token + offset + row)[:, None] * HEADS + head) * DIM + dim[None, :]
+        q = tl.load(q_ptr + places, mask=mine, other=0.0)
+        position = length - query_len + offset + row
+        end = tl.minimum(length - query_len + offset + ROWS, length)
+        start = 0
+        if WINDOW > 0:
+            start = tl.maximum(length - query_len + offset - WINDOW + 1, 0) // TILE * TILE
+        kv_head = head // (HEADS // KV_HEADS)
+        peak = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+        for at in range(start, end, TILE):
+            key_position = at + tile
+            known = key_position < end
+            block = tl.load(tables_ptr + seq * TABLE_WIDTH + key_position // BLOCK_SIZE, mask=known, other=0)
+            place = (block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv_head
+            offsets = place[:, None] * DIM + dim[None, :]
+            loaded = known[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
+            v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
+            scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * SCALE
+            seen = key_position[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen &= key_position[None, :] > position[:, None] - WINDOW
+            scores = tl.where(seen, scores, float("-inf"))
+            new_peak = tl.maximum(peak, tl.max(scores, 1))
+            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+            weights = tl.exp2(scores - base[:, None])
+            keep = tl.exp2(peak - base)
+            total = total * keep + tl.sum(weights, 1)
+            acc = acc * keep[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
+            peak = new_peak
+        acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mine)
+
+
+def plan_prefill(
+    q_shape: tuple[int, ...],
+    cache_shape: tuple[int, ...],
+    tables_shape: tuple[int, ...],
+    *,
+    scale: float,
+    window: int | None,
+    wide: bool,
+) -> tuple[tuple[int, int], dict[str, Any], dict[str, int]]:
+    """Grid, static parameters, and launch options. ``wide``: float32 operands, at full precision in smaller tiles."""
+    tokens, heads, dim = q_shape
+    _, block_size, kv_heads, _ = cache_shape
+    seqs, table_width = tables_shape
+    rows, tile = (32, 32) if wide else (128 if tokens >= 1024 else 64, 64)
+    parameters = dict(
+        SCALE=scale * LOG2E, WINDOW=window or 0, TOKENS=tokens, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size, TABLE_WIDTH=table_width, SEQS=seqs,
+        SEQS_PAD=triton.next_power_of_2(seqs), ROWS=rows, TILE=tile, PRECISION="ieee" if wide else "tf32",
+    )  # fmt: skip
+    # Each sequence may end with a tile that is not full, and the padding with another.
+    grid = (triton.cdiv(tokens, rows) + seqs + 1, heads)
+    return grid, parameters, {"num_warps": 8 if rows == 128 else 4, "num_stages": 2 if wide else 3}
+
+
+def prefill_attention(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    *,
+    scale: float,
+    window: int | None,
+) -> Array:
+    import jax_triton
+
+    wide = q.dtype == jnp.float32
+    grid, parameters, options = plan_prefill(
+        q.shape, k_cache.shape, block_tables.shape, scale=scale, window=window, wide=wide
+    )
+    return jax_triton.triton_call(
+        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
+        kernel=prefill_kernel, grid=grid, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), **options, **parameters,
+    )  # fmt: skip

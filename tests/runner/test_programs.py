@@ -1,0 +1,80 @@
+"""Compiled programs: the cache is updated in place, and nothing is compiled once requests are served."""
+
+from __future__ import annotations
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.request import SamplingParams
+from jaxserve.runner import compiles
+from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.runner import ModelRunner
+
+NAME = "tiny-llama-3.1"
+
+
+def in_place_bytes(runner: ModelRunner) -> int:
+    """KV cache and batch state, from the configuration and not from any array."""
+    model, plan = runner.model_config, runner.plan
+    token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * plan.dtype.itemsize
+    slot = 4 * (plan.table_width + 1 + 8)  # block table, last token, sampling words
+    return runner.num_blocks * plan.block_size * token + (plan.max_num_seqs + 1) * slot
+
+
+def test_every_forward_program_reuses_cache_and_state_in_place(llm):
+    runner = llm(NAME).engine.runner
+    programs = runner._programs.forward
+    assert list(programs) == runner.plan.ladder.all()
+    for bucket, program in programs.items():
+        assert program.memory_analysis().alias_size_in_bytes == in_place_bytes(runner), bucket
+
+
+@pytest.mark.parametrize("donated", [None, (1,), (2,)], ids=["none", "cache only", "state only"])
+def test_a_forgotten_donation_stops_the_start(llm, monkeypatch, donated):
+    """It would copy the whole cache each step, without a word."""
+    runner = llm(NAME).engine.runner
+    real_jit = jax.jit
+    builder = runner._builder(runner.num_blocks)
+    monkeypatch.setattr(jax, "jit", lambda function, **options: real_jit(function, donate_argnums=donated))
+    expected = in_place_bytes(runner)
+    with pytest.raises(RuntimeError, match=rf"1 decode \+ 0 prefill reuses \d+ bytes .* expected {expected}$"):
+        builder.forward(Bucket(1, 0, 0))
+
+
+def test_a_step_leaves_no_copy_behind(llm):
+    """The arrays given to a step are gone after it: their memory is the new ones'."""
+    model = llm(NAME)
+    runner = model.engine.runner
+    before = jax.tree.leaves((runner._cache, runner._state))
+    model.generate([1, 2, 3], SamplingParams(temperature=0.0, max_tokens=2))
+    assert all(array.is_deleted() for array in before)
+
+
+def test_nothing_is_compiled_while_serving(llm):
+    """Every bucket, requests that join and leave, more of them than slots, chunked prompts."""
+    model = llm(NAME)
+    before, start = compiles.counts(), time.monotonic()
+    rng = np.random.default_rng(0)
+
+    def prompt(length: int) -> list[int]:
+        return rng.integers(10, 500, length).tolist()
+
+    for params in (
+        SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=5, logprobs=5),
+        SamplingParams(temperature=1.0, max_tokens=9, seed=3, n=3, top_p=0.9, logprobs=0),
+        SamplingParams(temperature=0.7, max_tokens=9, top_k=7, min_p=0.1, stop=("a", "e")),
+    ):
+        model.generate(prompt(1), params)
+        model.generate(prompt(200), params)
+        model.generate([prompt(length) for length in (1, 3, 17, 64, 65, 2, 130, 9)], params)
+    used = {event.padded_tokens for event in model.engine.events if event.submitted > start}
+    assert used == {bucket.tokens for bucket in model.engine.runner.plan.ladder.all()}
+    assert compiles.counts() == before
+
+    jax.jit(lambda x: x + 12345)(1)
+    after = compiles.counts()
+    assert sum(after.values()) == sum(before.values()) + 1, "the counter counts"
