@@ -109,11 +109,9 @@ def report(name: str, dump: Path, compile_one: Any, graph: bool = True) -> int:
     top = Counter(re.findall(r"^\d+: (k\w+)", text, re.M))
     memory = compiled.memory_analysis()
     good = not copies and (not graph or top["kCommandBuffer"] == 1)
-    print(
-        f"{'ok  ' if good else 'FAIL'} {name}: aliased {memory.alias_size_in_bytes / 2**20:.0f} MiB, temporary"
-        f" {memory.temp_size_in_bytes / 2**20:.0f} MiB, {len(copies)} cache copies, top level {dict(top)}, {len(kinds)} thunks, {seconds:.1f} s",
-        flush=True,
-    )
+    sizes = f"aliased {memory.alias_size_in_bytes >> 20} MiB, temporary {memory.temp_size_in_bytes >> 20} MiB"
+    found = f"{len(copies)} cache copies, top level {dict(top)}, {len(kinds)} thunks"
+    print(f"{'ok  ' if good else 'FAIL'} {name}: {sizes}, {found}, {seconds:.1f} s", flush=True)
     return 0 if good else 1
 
 

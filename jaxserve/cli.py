@@ -12,10 +12,12 @@ from jaxserve.config import EngineConfig, ServerConfig
 
 
 def main(argv: list[str] | None = None) -> int:
-    """``jaxserve [serve] --model DIR [flags]``; returns the exit code."""
+    """``jaxserve [serve] --model DIR [flags]`` or ``jaxserve serve DIR [flags]``; returns the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["serve"]:
         argv = argv[1:]
+        if argv and not argv[0].startswith("-"):
+            argv = ["--model", *argv]
     parser = make_parser()
     arguments = vars(parser.parse_args(argv))
     try:
@@ -88,9 +90,9 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
 
 def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
-    group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences at once [CPU 16, GPU 256]")
-    group.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens a step [CPU 512, GPU 8192]")
-    group.add_argument("--async-depth", type=int, metavar="N", help="steps in flight, 1 or 2 [1]")
+    group.add_argument("--max-num-seqs", type=_count, metavar="N", help="sequences at once [CPU 16, GPU 256]")
+    group.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="tokens a step [CPU 512, GPU 8192]")
+    group.add_argument("--async-depth", type=int, metavar="N", help="steps in flight, 1 or 2 [CPU 1, GPU 2]")
     group.add_argument("--row-buckets", type=_sizes, metavar="N,N", help="padded numbers of decoding sequences")
     group.add_argument("--token-buckets", type=_sizes, metavar="N,N", help="padded sizes of prefill steps")
 
@@ -99,24 +101,33 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory and devices")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens a KV block [16]")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of GPU memory to use [0.9]")
-    group.add_argument("--kv-cache-memory", type=_bytes, metavar="BYTES", help="size of the KV cache, e.g. 2GiB")
-    group.add_argument("--num-gpu-blocks-override", type=int, metavar="N", help="KV blocks, whatever the memory")
-    group.add_argument("--attention-backend", choices=options.ATTENTION_BACKENDS, help="[auto]")
+    group.add_argument("--kv-cache-memory", type=_count, metavar="BYTES", help="size of the KV cache, e.g. 2GiB")
+    group.add_argument("--num-gpu-blocks-override", type=_count, metavar="N", help="KV blocks, whatever the memory")
+    group.add_argument(
+        "--attention-backend", choices=options.ATTENTION_BACKENDS, help="[auto: GPU triton, CPU reference]"
+    )
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="[1]")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help="[the user's cache directory]")
 
 
 def _length(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    return text if text == "auto" else _count(text)
+
+
+def _count(text: str) -> int:
+    """A whole number; k, m and g are thousands, millions and so on, K, M and G powers of 1024 (as vLLM reads them)."""
+    units = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    number = text.removesuffix("iB").removesuffix("B")
+    try:
+        if number[-1:] in units:
+            return int(float(number[:-1]) * units[number[-1]])
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 8192, 8k or 2GiB") from None
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
-
-
-def _bytes(text: str) -> int:
-    units = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "GB": 10**9, "MB": 10**6, "kB": 1000}
-    for unit, size in units.items():
-        if text.endswith(unit):
-            return int(float(text.removesuffix(unit)) * size)
-    return int(text)
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of sizes such as 1,4,16") from None

@@ -99,7 +99,6 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = 32 * 1024 * 1024
     max_choices: int = 128
     """Bound on n, and on prompts x n of one call (times eight)."""
-    enable_per_request_metrics: bool = False
 
     def __post_init__(self) -> None:
         _choice("--log-level", self.log_level, LOG_LEVELS)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from jaxserve.engine.events import StepEvent
@@ -61,6 +63,27 @@ class _Compiles(Collector):
         yield family
 
 
+class _TokenLatency(Collector):
+    """vllm:inter_token_latency_seconds. Observed for every token: a bisection and two additions, where the library's
+    histogram would cost a third of the engine's host time at batch 256."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._counts = [0] * (len(_TOKEN_SECONDS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(_TOKEN_SECONDS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        bounds = [*map(str, _TOKEN_SECONDS), "+Inf"]
+        buckets = list(zip(bounds, accumulate(self._counts), strict=True))
+        family = HistogramMetricFamily("vllm:inter_token_latency_seconds", "Between tokens.", labels=["model_name"])
+        family.add_metric([self._model], buckets, self._sum)
+        yield family
+
+
 class Metrics:
     """All metrics of one engine; ``exposition`` is what /metrics answers."""
 
@@ -83,7 +106,8 @@ class Metrics:
         self._generated = self._make(Counter, "vllm:generation_tokens", "Tokens generated.")
         self._idle = self._make(Counter, "jaxserve:engine_idle_seconds", "Seconds without any request.")
         self._ttft = self._seconds("vllm:time_to_first_token_seconds", "From arrival to the first token.")
-        self._itl = self._seconds("vllm:inter_token_latency_seconds", "Between tokens.", _TOKEN_SECONDS)
+        self._itl = _TokenLatency(model_name)
+        self._registry.register(self._itl)
         self._tpot = self._seconds(
             "vllm:request_time_per_output_token_seconds", "Mean time a token after the first.", _TOKEN_SECONDS
         )

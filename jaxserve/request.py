@@ -150,7 +150,6 @@ class Request:
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
 
-    queued_time: float = 0.0
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0

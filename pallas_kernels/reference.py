@@ -69,14 +69,14 @@ def decode_attention(
     block_size, kv_heads = k_cache.shape[1:3]
     blocks, chunk = _chunking(block_size)
     tables = _pad_tables(block_tables, blocks)
-    queries = q.reshape(num_seqs, kv_heads, num_heads // kv_heads, head_dim) * jnp.asarray(scale, q.dtype)
+    queries = q.reshape(num_seqs, kv_heads, num_heads // kv_heads, head_dim)
 
     def step(index: Array, state: _Softmax) -> _Softmax:
         ids = lax.dynamic_slice_in_dim(tables, index * blocks, blocks, axis=1)
         keys, values = (c[ids].reshape(num_seqs, chunk, kv_heads, head_dim) for c in (k_cache, v_cache))
         if k_scale is not None and v_scale is not None:
             keys, values = keys * k_scale[:, None], values * v_scale[:, None]
-        scores = jnp.einsum("skgd,sckd->skgc", queries, keys, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("skgd,sckd->skgc", queries, keys, preferred_element_type=jnp.float32) * scale
         positions = index * chunk + jnp.arange(chunk)
         seen = positions[None] < seq_lens[:, None]
         if window is not None:
@@ -108,7 +108,7 @@ def prefill_attention(
     blocks, chunk = _chunking(block_size)
     tables = _pad_tables(block_tables, blocks)
     groups = num_heads // kv_heads
-    queries = q.reshape(num_tokens, kv_heads, groups, head_dim) * jnp.asarray(scale, q.dtype)
+    queries = q.reshape(num_tokens, kv_heads, groups, head_dim)
     queries = jnp.pad(queries, ((0, QUERY_TILE), (0, 0), (0, 0), (0, 0)))
     query_lens = query_start_loc[1:] - query_start_loc[:-1]
     tiles_end = jnp.cumsum((query_lens + QUERY_TILE - 1) // QUERY_TILE)
@@ -124,13 +124,15 @@ def prefill_attention(
         def step(at: Array, state: _Softmax) -> _Softmax:
             ids = lax.dynamic_slice(tables, (seq, at * blocks), (1, blocks))[0]
             keys, values = (c[ids].reshape(chunk, kv_heads, head_dim) for c in (k_cache, v_cache))
-            scores = jnp.einsum("tkgd,ckd->ktgc", rows, keys, preferred_element_type=jnp.float32)
+            scores = jnp.einsum("tkgd,ckd->ktgc", rows, keys, preferred_element_type=jnp.float32) * scale
             key_position = at * chunk + jnp.arange(chunk)
             seen = key_position[None] <= position[:, None]
+            used = key_position <= last
             if window is not None:
                 seen &= key_position[None] > position[:, None] - window
+                used &= key_position > position[0] - window
             scores = jnp.where(seen[None, :, None], scores, -jnp.inf)
-            values = jnp.where((key_position <= last)[:, None, None], values, 0)  # as in decode_attention
+            values = jnp.where(used[:, None, None], values, 0)  # as in decode_attention
             return state.add(scores, values, "ktgc,ckd->ktgd")
 
         first = jnp.array(0) if window is None else jnp.maximum(position[0] - window + 1, 0) // chunk

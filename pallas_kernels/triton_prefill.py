@@ -55,6 +55,8 @@ def prefill_kernel(
         for at in range(start, end, TILE):
             key_position = at + tile
             known = key_position < end
+            if WINDOW > 0:
+                known &= key_position > length - query_len + offset - WINDOW
             block = tl.load(tables_ptr + seq * TABLE_WIDTH + key_position // BLOCK_SIZE, mask=known, other=0)
             place = (block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE) * KV_HEADS + kv_head
             offsets = place[:, None] * DIM + dim[None, :]

@@ -19,6 +19,7 @@ COMPILATION_CACHE = ROOT / ".cache" / "xla"
 """One for all tests and their server processes, kept between runs."""
 
 SMALL: dict[str, Any] = {
+    "dtype": "float32",
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
     "row_buckets": (1, 4),

@@ -30,7 +30,7 @@ from jaxserve.engine.messages import (
 from jaxserve.request import EngineRequest
 
 HELLO_INTERVAL = 0.25
-SILENCE_LIMIT = 30.0
+SILENCE_LIMIT = 120.0
 """Seconds without a word from an engine that has work, after which it counts as stuck."""
 
 
@@ -223,8 +223,9 @@ class EngineClient:
         while True:
             try:
                 self._handle(self._decoder.decode(await self._socket.recv()))
-            except msgspec.MsgspecError as error:
-                self.mark_dead(f"the engine sent an unreadable message: {error}")
+            except Exception as error:
+                self.mark_dead(f"the engine's messages cannot be read: {error}")
+                return
 
     def _handle(self, message: EngineMessage) -> None:
         self._last_heard = time.monotonic()

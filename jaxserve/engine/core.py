@@ -91,6 +91,8 @@ class EngineCore:
         self._depth = plan.async_depth
         self._pending: deque[_Submitted] = deque()
         self._arrivals = 0
+        self._generated = 0
+        """Tokens that metrics do not know of yet: they hear of them once a step."""
 
     @classmethod
     def load(
@@ -119,7 +121,7 @@ class EngineCore:
         request = Request.create(item, client=client, eos_ids=self._eos_ids, order=self._arrivals)
         self.scheduler.add(request)
         self._arrivals += 1
-        self._gauges()
+        self._publish()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """End requests in whatever state they are; unknown ids are ignored."""
@@ -145,8 +147,10 @@ class EngineCore:
             self._pending.append(_Submitted(self.runner.submit(schedule), now))
         if not self._pending:
             return []
-        outputs = self._collect(self._pending.popleft())
-        self._gauges()
+        # Waited for before it is taken from the queue: an interrupt while waiting loses nothing.
+        results = self._pending[0].step.result().rows
+        outputs = self._collect(self._pending.popleft(), results)
+        self._publish()
         return outputs
 
     def check_integrity(self) -> None:
@@ -162,14 +166,12 @@ class EngineCore:
             assert request is not None
             request.scheduled_time = request.scheduled_time or now
 
-    def _collect(self, submitted: _Submitted) -> list[ClientOutput]:
-        step = submitted.step
-        results = step.result().rows
+    def _collect(self, submitted: _Submitted, results: list[RowOutput]) -> list[ClientOutput]:
         now = time.monotonic()
         outputs: list[ClientOutput] = []
         finished: list[str] = []
         counted = 0
-        for item, row in zip(step.schedule.rows, results, strict=True):
+        for item, row in zip(submitted.step.schedule.rows, results, strict=True):
             request, tokens = self.scheduler.collect(item, row.token_ids)
             if not row.finite and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ERROR, request.num_output_tokens)
@@ -196,18 +198,19 @@ class EngineCore:
             self.metrics.later_token((now - request.last_token_time) / tokens)
         request.last_token_time = now
         if not request.sampling.stop:
-            self.metrics.generated(tokens)
+            self._generated += tokens
         return counted
 
     def _finish(self, request: Request, reason: FinishReason, output_tokens: int) -> None:
         self.scheduler.finish(request, reason)
         self._count_finished(request, output_tokens)
-        self._gauges()
+        self._publish()
 
     def _count_finished(self, request: Request, output_tokens: int) -> None:
         if request.sampling.stop:
-            # A stop string may still cut what was generated, so that these tokens are counted at the end.
-            self.metrics.generated(output_tokens)
+            # A stop string may still cut what was generated: counted at the end. (If the request reaches its own end
+            # before the client's word of a stop string comes, the tokens between count as generated.)
+            self._generated += output_tokens
         self.metrics.finished(request, output_tokens)
 
     def _record(self, submitted: _Submitted, now: float, finished: list[str], counted: int) -> None:
@@ -229,8 +232,11 @@ class EngineCore:
         self.events.append(event)
         self.metrics.step(event, counted)
 
-    def _gauges(self) -> None:
+    def _publish(self) -> None:
+        """Tell the metrics how things stand."""
         scheduler = self.scheduler
+        self.metrics.generated(self._generated)
+        self._generated = 0
         self.metrics.gauges(len(scheduler.running), len(scheduler.waiting), scheduler.kv.usage)
 
 

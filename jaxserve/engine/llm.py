@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from jaxserve.config import EngineConfig
 from jaxserve.demo import demo_model_directory
@@ -68,7 +73,10 @@ class LLM:
         progress: Callable[[str], None] = logger.info,
         **options: Any,
     ) -> None:
-        self.config = EngineConfig(model=str(model), **options)
+        try:
+            self.config = msgspec.convert({"model": str(model), **options}, EngineConfig)
+        except msgspec.ValidationError as error:
+            raise ValueError(str(error)) from None
         backend.configure(self.config)
         compiles.thaw()
         directory = demo_model_directory(progress=progress) if self.config.model == "demo" else Path(model)
@@ -122,9 +130,11 @@ class LLM:
         for request in requests:
             self.engine.add_request(request)
         try:
-            while growing:
-                for _, output in self.engine.step():
-                    self._grow(growing, output)
+            with _interrupts_between_steps() as check:
+                while growing:
+                    for _, output in self.engine.step():
+                        self._grow(growing, output)
+                    check()
         finally:
             self.engine.abort(growing)  # an interrupted call leaves nothing behind
         return results
@@ -152,6 +162,26 @@ class _Growing:
             self.answer.tokens += delta.tokens
             self.answer.finish_reason, self.answer.stop_reason = delta.finish_reason, delta.stop_reason
             self.answer.error = delta.error
+
+
+@contextmanager
+def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
+    """Within, Ctrl-C does not break into a step, whose donated buffers would be lost: the function that this gives
+    raises the ``KeyboardInterrupt`` when it is called. (Only a main thread hears of Ctrl-C at all.)"""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    pressed = threading.Event()
+    previous = signal.signal(signal.SIGINT, lambda *_: pressed.set())
+
+    def check() -> None:
+        if pressed.is_set():
+            raise KeyboardInterrupt
+
+    try:
+        yield check
+    finally:
+        signal.signal(signal.SIGINT, previous)
 
 
 def _is_single(prompts: Any) -> bool:

@@ -6,6 +6,7 @@ parent, and holds the write end of a pipe, so that everybody who reads the other
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -81,12 +82,7 @@ class EngineServer:
     def _receive(self) -> None:
         while self._socket.poll(0):
             client, payload = self._socket.recv_multipart()
-            try:
-                message = self._decoder.decode(payload)
-            except msgspec.MsgspecError as error:
-                logger.error("dropped a message that could not be read: %s", error)
-                continue
-            self._handle(client, message)
+            self._handle(client, self._decoder.decode(payload))
 
     def _handle(self, client: bytes, message: ClientMessage) -> None:
         match message:
@@ -145,13 +141,20 @@ def main() -> int:
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
     socket.setsockopt(zmq.LINGER, 0)
-    socket.bind(task.address)
     try:
+        socket.bind(task.address)
         backend.configure(task.config)
         core = EngineCore.load(task.config, Path(task.directory), logger.info, task.model_name)
     except (ValueError, OSError) as error:
         logger.error("%s", error)
         return EXIT_STARTUP_FAILED
+    except Exception as error:
+        logger.error("the engine could not start: %s: %s", type(error).__name__, str(error).splitlines()[:1])
+        logger.debug("here is where", exc_info=True)
+        return EXIT_STARTUP_FAILED
+    # What was made so far lives as long as the process: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     logger.info("ready: %s", describe(core))
     try:
         EngineServer(core, socket).run()

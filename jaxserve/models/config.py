@@ -23,7 +23,7 @@ class RopeConfig:
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
+    original_max_position_embeddings: float = 8192
 
 
 @dataclass(frozen=True)
@@ -71,12 +71,14 @@ def load_generation_config(directory: Path) -> dict[str, Any]:
 
 
 def load_model_config(directory: Path) -> ModelConfig:
-    """Read config.json and the EOS ids of generation_config.json; raises ``CheckpointError``."""
+    """Read config.json, and the EOS ids there, in generation_config.json and in tokenizer_config.json. Raises
+    ``CheckpointError``."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is not a directory; --model takes a HuggingFace model directory, or demo")
     raw = load_json(directory / "config.json")
     architecture = _architecture(raw)
     _refuse_unknown_variants(raw)
+    raw = {**_DEFAULTS[architecture], **{k: v for k, v in raw.items() if v is not None or k == "sliding_window"}}
     hidden, heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
     kv_heads = _integer(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -94,27 +96,40 @@ def load_model_config(directory: Path) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=_positive(raw, "rms_norm_eps"),
         rope=_rope(raw),
-        max_position_embeddings=_integer(raw, "max_position_embeddings", 2048),
+        max_position_embeddings=_integer(raw, "max_position_embeddings"),
         windows=(_window(raw, architecture),) * layers,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bool(raw.get("mlp_bias")),
         checkpoint_dtype=_dtype(raw),
-        eos_token_ids=_ids(raw) | _ids(load_generation_config(directory)),
+        eos_token_ids=_ids(raw) | _ids(load_generation_config(directory)) | _tokenizer_eos(directory),
     )
 
 
+# What transformers takes for a key that is absent (num_key_value_heads: absent is num_attention_heads for Llama).
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"rms_norm_eps": 1e-6, "max_position_embeddings": 2048, "rope_theta": 10000.0},
+    "MistralForCausalLM": {
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 131072,
+        "rope_theta": 10000.0,
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+    },
+}
+
+
 def _architecture(raw: dict[str, Any]) -> str:
-    names = raw.get("architectures") or []
+    names = raw.get("architectures")
+    names = names if isinstance(names, list) else [names]
     for name in names:
         if name in ARCHITECTURES:
             return str(name)
     raise CheckpointError(
-        f"config.json: architecture {', '.join(map(str, names)) or '(none named)'} is not supported,"
-        f" only {', '.join(ARCHITECTURES)}"
+        f"config.json: architecture {', '.join(map(str, names))} is not supported, only {', '.join(ARCHITECTURES)}"
     )
 
 
@@ -128,37 +143,45 @@ def _refuse_unknown_variants(raw: dict[str, Any]) -> None:
         ("final_logit_softcapping", (None,)),
     ):
         value = raw.get(key, neutral[0])
-        if key == "layer_types" and isinstance(value, list) and set(value) == {"full_attention"}:
+        if key == "layer_types" and isinstance(value, list) and all(kind == "full_attention" for kind in value):
             continue
         if value not in neutral:
             shown = "a value" if isinstance(value, dict | list) else repr(value)
             raise CheckpointError(f"config.json: {key} has {shown} that is not supported")
 
 
+_ROPE_KEYS = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_ROPE_KNOWN = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
+
+
 def _rope(raw: dict[str, Any]) -> RopeConfig:
     """``rope_scaling`` beside ``rope_theta``, or both in ``rope_parameters`` as newer files have it."""
-    parameters = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(parameters.get("rope_theta", raw.get("rope_theta", 10000.0)))
+    given = [key for key in ("rope_parameters", "rope_scaling") if raw.get(key) is not None]
+    if len(given) == 2 and raw["rope_parameters"] != raw["rope_scaling"]:
+        raise CheckpointError("config.json: rope_parameters and rope_scaling differ; only one of them may be given")
+    parameters = raw[given[0]] if given else {}
+    if not isinstance(parameters, dict):
+        raise CheckpointError(f"config.json: {given[0]} must be an object, got {parameters!r}")
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    needed = {
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    }
-    if kind not in needed:
-        raise CheckpointError(f"config.json: RoPE type {kind!r} is not supported, only default, linear, llama3")
-    for key in needed[kind]:
-        if not isinstance(parameters.get(key), int | float):
-            raise CheckpointError(f"config.json: RoPE type {kind!r} needs a number {key!r}")
-    return RopeConfig(kind=kind, theta=theta, **{key: parameters[key] for key in needed[kind]})
+    if kind not in _ROPE_KEYS:
+        raise CheckpointError(f"config.json: RoPE type {kind!r} is not supported, only {', '.join(_ROPE_KEYS)}")
+    unknown = parameters.keys() - _ROPE_KNOWN - set(_ROPE_KEYS["llama3"])
+    if unknown or parameters.get("partial_rotary_factor", 1) != 1:
+        culprit = min(unknown, default="partial_rotary_factor")
+        raise CheckpointError(f"config.json: {given[0]}.{culprit} is not supported")
+    theta = _positive(parameters if "rope_theta" in parameters else raw, "rope_theta")
+    return RopeConfig(kind=kind, theta=theta, **{key: _positive(parameters, key) for key in _ROPE_KEYS[kind]})
 
 
 def _window(raw: dict[str, Any], architecture: str) -> int | None:
-    window = raw.get("sliding_window", 4096 if architecture == "MistralForCausalLM" else None)  # transformers' default
+    window = raw.get("sliding_window")
     if window is None or raw.get("use_sliding_window") is False:
         return None
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+    if not isinstance(window, int) or window < 1:
         raise CheckpointError(f"config.json: sliding_window must be null or a positive integer, got {window!r}")
     if architecture != "MistralForCausalLM":
         raise CheckpointError(f"config.json: sliding_window is not supported for {architecture}")
@@ -174,13 +197,34 @@ def _dtype(raw: dict[str, Any]) -> str:
 def _ids(raw: dict[str, Any]) -> frozenset[int]:
     value = raw.get("eos_token_id")
     ids = value if isinstance(value, list) else [value]
-    return frozenset(i for i in ids if isinstance(i, int))
+    if not all(i is None or (isinstance(i, int) and i >= 0) for i in ids):
+        raise CheckpointError(f"eos_token_id must be a token id or a list of them, got {value!r}")
+    return frozenset(i for i in ids if i is not None)
+
+
+def _tokenizer_eos(directory: Path) -> frozenset[int]:
+    """The tokenizer's own eos_token: fine-tunes often name their end of turn there and nowhere else."""
+    path = directory / "tokenizer_config.json"
+    if not path.exists():
+        return frozenset()
+    config = load_json(path)
+    token = config.get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    added = config.get("added_tokens_decoder")
+    if not isinstance(text, str) or not isinstance(added, dict):
+        return frozenset()
+    return frozenset(int(i) for i, t in added.items() if isinstance(t, dict) and t.get("content") == text)
 
 
 def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key)
-    if value is None:
-        value = default
+    value = raw.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
+    return value
+
+
+def _positive(raw: dict[str, Any], key: str) -> float:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise CheckpointError(f"config.json: {key} must be a positive number, got {value!r}")
     return value

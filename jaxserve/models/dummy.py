@@ -1,4 +1,4 @@
-"""Random parameters from a configuration alone (``--load-format dummy``): for measuring, without a checkpoint's weights."""
+"""Random parameters from a configuration alone (``--load-format dummy``): for measuring without a checkpoint."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ def cache_shapes(config: ModelConfig, num_blocks: int, block_size: int, dtype: n
     return tuple((array, array) for _ in range(config.num_layers))  # type: ignore[misc]
 
 
-def allocate(shapes: KVCache) -> KVCache:
-    """Zeros of those shapes."""
-    return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+def zeros[T](shapes: T) -> T:
+    """Zeros on the device, of the shapes, dtypes and shardings of a tree."""
+    result: T = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype, device=s.sharding), shapes)
+    return result

@@ -7,6 +7,7 @@ heads, then key and value), gate and up ``[D, 2, I]``, LM head by vocabulary.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,8 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import linear, rms_norm, rope_frequencies, rope_tables, rotate
 from jaxserve.models.weights import Checkpoint
+
+logger = logging.getLogger(__name__)
 
 Array = jax.Array
 Params = dict[str, Any]
@@ -125,8 +128,6 @@ def _read_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> dic
 
 
 def _check_tied(checkpoint: Checkpoint, embed: np.ndarray) -> None:
-    from jaxserve.models.weights import logger
-
     if not np.array_equal(checkpoint.get("lm_head.weight", *embed.shape), embed):
         logger.warning("lm_head.weight differs from the embedding that config.json ties it to; it is ignored")
 

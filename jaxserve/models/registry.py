@@ -12,5 +12,5 @@ ARCHITECTURES = {
 
 
 def model_module(architecture: str) -> ModuleType:
-    """The module with ``load_params``, ``param_specs``, ``forward`` and ``logits`` of an architecture."""
+    """The module with ``load_params``, ``param_shapes``, ``SPECS``, ``forward`` and ``logits`` of an architecture."""
     return import_module(f"jaxserve.models.{ARCHITECTURES[architecture]}")

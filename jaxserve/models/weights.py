@@ -37,10 +37,6 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    @property
-    def num_tensors(self) -> int:
-        return len(self._where)
-
     def get(self, name: str, *shape: int) -> np.ndarray:
         """The tensor ``name``, which must have ``shape``, in this checkpoint's dtype."""
         if name not in self._where:

@@ -10,7 +10,7 @@ from jaxserve.config import EngineConfig, cache_root
 
 def configure(config: EngineConfig) -> None:
     """Share of GPU memory, and the persistent compilation cache. Call before jax first touches a device."""
-    os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", str(config.gpu_memory_utilization))
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = str(config.gpu_memory_utilization)
     import jax
 
     cache = Path(config.compilation_cache_dir or cache_root() / "xla")

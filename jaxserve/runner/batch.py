@@ -1,14 +1,12 @@
 """The batch on host and device, and the only padding in the tree.
 
-A step's whole host input is one int32 vector, laid out by its bucket alone and uploaded once. What lives longer, block
-tables, sampling parameters and last tokens, stays on the device in ``BatchState``, a row a slot; rows are rewritten by
-``RowUpdates`` when a request takes a slot or its prompt gets more blocks.
+A step's whole host input is one int32 vector, laid out by its bucket alone and uploaded once; a step can be replayed
+from it. What lives longer, block tables, sampling parameters and last tokens, stays on the device in ``BatchState``, a
+row a slot, and receives from the vector what is new.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,14 +16,12 @@ from jax import lax
 
 from jaxserve.models.attention import AttentionInputs
 from jaxserve.runner.buckets import Bucket
-from jaxserve.scheduling.schedule import RowSampling, ScheduledRequest
+from jaxserve.scheduling.schedule import RowSampling, SchedulerOutput
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
 
 SAMPLING_WORDS = 8
-UPDATE_ROWS = 8
-"""Rows that one call of the row update rewrites."""
 
 
 class BatchState(NamedTuple):
@@ -35,15 +31,6 @@ class BatchState(NamedTuple):
     last_tokens: Array  # int32 [slots + 1], sampled by each slot's latest step
     sampling: Array  # int32 [slots + 1, SAMPLING_WORDS], floats by their bits
 
-    @classmethod
-    def zeros(cls, slots: int, table_width: int) -> BatchState:
-        """Host arrays of the initial state."""
-        return cls(
-            np.zeros((1, slots + 1, table_width), np.int32),  # type: ignore[arg-type]
-            np.zeros(slots + 1, np.int32),  # type: ignore[arg-type]
-            np.zeros((slots + 1, SAMPLING_WORDS), np.int32),  # type: ignore[arg-type]
-        )
-
     def sampling_rows(self, slots: Array) -> SamplingRows:
         words = self.sampling[slots]
         floats = lax.bitcast_convert_type(words[:, :3], jnp.float32)
@@ -52,50 +39,91 @@ class BatchState(NamedTuple):
         )
 
 
-class _Layout(NamedTuple):
-    """Where each part of a bucket's vector begins and ends."""
+def state_shapes(slots: int, table_width: int) -> BatchState:
+    """The state's arrays without memory behind them."""
+    shapes = ((1, slots + 1, table_width), (slots + 1,), (slots + 1, SAMPLING_WORDS))
+    return BatchState(*(jax.ShapeDtypeStruct(shape, np.int32) for shape in shapes))  # type: ignore[arg-type]
 
-    slots: slice
-    seq_lens: slice
-    new_blocks: slice
-    query_start_loc: slice
-    token_ids: slice
+
+class _Layout(NamedTuple):
+    """The parts of a bucket's vector, S decode rows, P prefill rows, T tokens, R = S + P."""
+
+    slots: slice  # [R]
+    seq_lens: slice  # [R]
+    appended: slice  # [S] the block that a decoding row goes on in, or -1
+    query_start_loc: slice  # [P + 1] counted from the first prefill token
+    sampling: slice  # [P, 1 + SAMPLING_WORDS] whether the row takes its slot now, and its sampling words
+    placed: slice  # [U, 3] new blocks of prefill rows: row of the state (out of range: nothing), column, block
+    token_ids: slice  # [T]
 
     @classmethod
-    def of(cls, bucket: Bucket) -> _Layout:
-        sizes = (bucket.rows, bucket.rows, bucket.decode_rows, bucket.prefill_rows + 1, bucket.tokens)
+    def of(cls, bucket: Bucket, block_size: int) -> _Layout:
+        prefill = bucket.prefill_rows
+        sizes = (
+            bucket.rows,
+            bucket.rows,
+            bucket.decode_rows,
+            prefill + 1,
+            prefill * (1 + SAMPLING_WORDS),
+            3 * (bucket.prefill_tokens // block_size + prefill),
+            bucket.tokens,
+        )
         ends = np.cumsum(sizes).tolist()
-        starts = [0, *ends[:-1]]
-        return cls(*(slice(a, b) for a, b in zip(starts, ends, strict=True)))
+        return cls(*(slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)))
 
 
-def packed_size(bucket: Bucket) -> int:
+def packed_size(bucket: Bucket, block_size: int) -> int:
     """int32 words of a bucket's vector."""
-    return _Layout.of(bucket).token_ids.stop
+    return _Layout.of(bucket, block_size).token_ids.stop
 
 
-def pack(
-    decode: Sequence[ScheduledRequest], prefill: Sequence[ScheduledRequest], bucket: Bucket, null_slot: int
-) -> np.ndarray:
+def pack(schedule: SchedulerOutput, bucket: Bucket, block_size: int, null_slot: int) -> np.ndarray:
     """The step's input vector. Padding rows have the null slot and length 0, padding tokens id 0."""
-    layout = _Layout.of(bucket)
+    layout = _Layout.of(bucket, block_size)
     packed = np.zeros(layout.token_ids.stop, np.int32)
-    slots, seq_lens, new_blocks, starts, tokens = (packed[part] for part in layout)
+    slots, seq_lens, appended, starts, sampling, placed, tokens = (packed[part] for part in layout)
     slots.fill(null_slot)
-    new_blocks.fill(-1)
-    for row, item in enumerate(decode):
-        slots[row], seq_lens[row], tokens[row] = item.slot, item.seq_len, item.token_ids[0]
-        if item.new_block is not None:
-            new_blocks[row] = item.new_block
-    start = 0
-    for row, item in enumerate(prefill):
+    appended.fill(-1)
+    if rows := schedule.decode:
+        count = len(rows)
+        slots[:count] = [row.slot for row in rows]
+        seq_lens[:count] = [row.seq_len for row in rows]
+        appended[:count] = [row.new_blocks[0] if row.new_blocks else -1 for row in rows]
+        tokens[:count] = [row.token_ids[0] for row in rows]
+    _pack_prefill(schedule, bucket, block_size, (slots, seq_lens, starts, sampling, placed, tokens))
+    return packed
+
+
+def _pack_prefill(schedule: SchedulerOutput, bucket: Bucket, block_size: int, parts: tuple[np.ndarray, ...]) -> None:
+    slots, seq_lens, starts, sampling, placed, tokens = parts
+    words = sampling.reshape(-1, 1 + SAMPLING_WORDS)
+    updates = placed.reshape(-1, 3)
+    updates[:, 0] = np.iinfo(np.int32).max
+    start = filled = 0
+    for row, item in enumerate(schedule.prefill):
         place = bucket.decode_rows + row
         slots[place], seq_lens[place] = item.slot, item.seq_len
         end = start + len(item.token_ids)
         tokens[bucket.decode_rows + start : bucket.decode_rows + end] = item.token_ids
         starts[row + 1] = start = end
-    starts[len(prefill) + 1 :] = start
-    return packed
+        if item.sampling is not None:
+            words[row, 0] = 1
+            words[row, 1:] = _sampling_words(item.sampling)
+        count, last = len(item.new_blocks), (item.seq_len - 1) // block_size
+        new = updates[filled : filled + count]
+        new[:, 0], new[:, 1], new[:, 2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
+        filled += count
+    starts[len(schedule.prefill) + 1 :] = start
+
+
+def _sampling_words(row: RowSampling) -> np.ndarray:
+    words = np.zeros(SAMPLING_WORDS, np.int32)
+    params = row.params
+    words[:3] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
+    words[3] = params.top_k
+    words[4:6] = np.array([row.seed], np.int64).view(np.int32)  # little endian: low word first
+    words[6] = row.choice_index
+    return words
 
 
 class StepInputs(NamedTuple):
@@ -108,12 +136,15 @@ class StepInputs(NamedTuple):
 
 
 def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) -> tuple[StepInputs, BatchState]:
-    """Inside a program: the inputs of a step, and the state with the appended blocks. Positions, cache places and
-    lengths are derived here, so that nothing but the packed vector crosses from the host."""
-    slots, seq_lens, new_blocks, starts, tokens = (packed[part] for part in _Layout.of(bucket))
-    split = bucket.decode_rows
-    tables = _append_blocks(state.block_tables, slots[:split], seq_lens[:split], new_blocks, block_size)
-    rows = tables[0][slots]
+    """Inside a program: the inputs of a step, from its vector and the state, and the state with what is new.
+
+    Positions, cache places and lengths are derived here, so that nothing but the vector crosses from the host.
+    """
+    parts = _Layout.of(bucket, block_size)
+    slots, seq_lens, starts = packed[parts.slots], packed[parts.seq_lens], packed[parts.query_start_loc]
+    tokens, split = packed[parts.token_ids], bucket.decode_rows
+    state = _update(packed, parts, state, bucket, block_size)
+    rows = state.block_tables[0][slots]
     known = tokens[:split]
     token_ids = jnp.concatenate([jnp.where(known < 0, state.last_tokens[slots[:split]], known), tokens[split:]])
 
@@ -134,51 +165,22 @@ def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) ->
         positions, slot_mapping, rows[:split], seq_lens[:split], rows[split:], prefill_lens, starts
     )
     wanted = jnp.concatenate([jnp.arange(split), split + jnp.maximum(starts[1:] - 1, 0)])[: bucket.rows]
-    inputs = StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens]))
-    return inputs, state._replace(block_tables=tables)
+    return StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens])), state
 
 
-def _append_blocks(tables: Array, slots: Array, seq_lens: Array, new_blocks: Array, block_size: int) -> Array:
-    column = (seq_lens - 1) // block_size
-    # Out of range where there is nothing to append: negative indices would wrap, also with mode="drop".
-    column = jnp.where(new_blocks < 0, tables.shape[2], column)
-    return tables.at[0, slots, column].set(new_blocks, mode="drop")
-
-
-def pack_row_updates(items: Sequence[ScheduledRequest], table_width: int, unused_slot: int) -> np.ndarray:
-    """Argument of ``apply_row_updates`` for at most UPDATE_ROWS items, int32 ``[UPDATE_ROWS, 2 + SAMPLING_WORDS + M]``:
-    slot, whether sampling words are given, those, the block table."""
-    rows = np.zeros((UPDATE_ROWS, 2 + SAMPLING_WORDS + table_width), np.int32)
-    rows[:, 0] = unused_slot
-    for row, item in zip(rows, items, strict=False):
-        assert item.block_ids is not None
-        row[0] = item.slot
-        if item.sampling is not None:
-            row[1] = 1
-            row[2 : 2 + SAMPLING_WORDS] = _sampling_words(item.sampling)
-        table = row[2 + SAMPLING_WORDS :]
-        table[: len(item.block_ids)] = item.block_ids
-    return rows
-
-
-def _sampling_words(row: RowSampling) -> np.ndarray:
-    words = np.zeros(SAMPLING_WORDS, np.int32)
-    params = row.params
-    words[:3] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
-    words[3] = params.top_k
-    words[4:6] = np.array([row.seed], np.int64).view(np.int32)  # little endian: low word first
-    words[6] = row.choice_index
-    return words
-
-
-@partial(jax.jit, donate_argnums=0)
-def apply_row_updates(state: BatchState, rows: Array) -> BatchState:
-    """Rewrite whole rows of the state; rows with a slot out of range are dropped."""
-    slots = rows[:, 0]
-    out_of_range = state.sampling.shape[0]
-    sampling_slots = jnp.where(rows[:, 1] == 1, slots, out_of_range)
-    return BatchState(
-        state.block_tables.at[0, slots].set(rows[:, 2 + SAMPLING_WORDS :], mode="drop"),
-        state.last_tokens,
-        state.sampling.at[sampling_slots].set(rows[:, 2 : 2 + SAMPLING_WORDS], mode="drop"),
-    )
+def _update(packed: Array, parts: _Layout, state: BatchState, bucket: Bucket, block_size: int) -> BatchState:
+    """The state with new blocks and, where requests take their slots, their sampling words. What is not to be written
+    is given an index out of range; negative ones would wrap, also with mode="drop"."""
+    split = bucket.decode_rows
+    slots, tables, sampling = packed[parts.slots], state.block_tables, state.sampling
+    if split:
+        appended = packed[parts.appended]
+        column = jnp.where(appended < 0, tables.shape[2], (packed[parts.seq_lens][:split] - 1) // block_size)
+        tables = tables.at[0, slots[:split], column].set(appended, mode="drop")
+    if bucket.prefill_rows:
+        row, column, block = packed[parts.placed].reshape(-1, 3).T
+        tables = tables.at[0, row, column].set(block, mode="drop")
+        words = packed[parts.sampling].reshape(-1, 1 + SAMPLING_WORDS)
+        taken = jnp.where(words[:, 0] == 1, slots[split:], sampling.shape[0])
+        sampling = sampling.at[taken].set(words[:, 1:], mode="drop")
+    return state._replace(block_tables=tables, sampling=sampling)

@@ -6,7 +6,8 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 TOKENS_PER_ROW = 8
-"""A prefill bucket of T tokens has room for T / 8 prompts (and at least one)."""
+MAX_PREFILL_ROWS = 64
+"""A prefill bucket of T tokens has room for about T / 8 prompts, at least one and at most 64."""
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +53,9 @@ class Ladder:
         return self._prefill_rows(self.token_sizes[-1])
 
     def _prefill_rows(self, tokens: int) -> int:
-        return min(self.max_rows, max(1, tokens // TOKENS_PER_ROW))
+        """One of the row sizes, so that samplers are shared with decode steps."""
+        wanted = min(max(1, tokens // TOKENS_PER_ROW), MAX_PREFILL_ROWS)
+        return max((size for size in self.row_sizes if size <= wanted), default=self.row_sizes[0])
 
     def _mixed_rows(self) -> tuple[int, ...]:
         return (0, self.max_rows)

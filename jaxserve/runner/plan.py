@@ -18,6 +18,7 @@ from jaxserve.runner.buckets import Ladder, doubling
 logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30
+BLOCKS_ROUNDED_TO = 256
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -108,8 +109,8 @@ def _dtype(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> np.dtype:
 
 
 def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax.Device, reserve: int) -> int:
-    """Blocks of the KV pool, block 0 included; ``reserve`` bytes are left for programs. Raises ``ValueError``
-    with the numbers if not even one request's worth of blocks fits."""
+    """Blocks of the KV pool, block 0 included; ``reserve`` bytes are left for programs. Raises ``ValueError`` with the
+    numbers if there is not even one usable block."""
     per_block = bytes_per_block(model, plan.block_size, plan.dtype)
     if config.num_gpu_blocks_override:
         blocks = config.num_gpu_blocks_override
@@ -118,10 +119,21 @@ def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax
         available, source = _kv_bytes(config, device, reserve)
         # More than every slot at its greatest length can never be used.
         blocks = min(available // per_block, plan.max_num_seqs * plan.table_width + 1)
+        if device.platform != "cpu" and blocks > BLOCKS_ROUNDED_TO:
+            # The number is part of every program's shape: free memory that differs by a little must not miss the cache.
+            blocks -= blocks % BLOCKS_ROUNDED_TO
     if blocks < 2:
         raise ValueError(
             f"{source} leaves room for {max(blocks, 0)} KV blocks of {per_block} bytes, at least 2 are needed;"
-            " raise --kv-cache-memory or --gpu-memory-utilization"
+            " raise --kv-cache-memory, --gpu-memory-utilization or --num-gpu-blocks-override"
+        )
+    tokens = (int(blocks) - 1) * plan.block_size
+    if tokens < plan.max_model_len and not plan.fit_model_len:
+        logger.warning(
+            "the KV cache holds %d tokens, fewer than the model's %d: longer requests will be refused"
+            " (--kv-cache-memory makes it larger, --max-model-len auto states what fits)",
+            tokens,
+            plan.max_model_len,
         )
     return int(blocks)
 
@@ -131,7 +143,7 @@ def _kv_bytes(config: EngineConfig, device: jax.Device, reserve: int) -> tuple[i
         return config.kv_cache_memory, f"--kv-cache-memory {config.kv_cache_memory}"
     if device.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(CPU_KV_BYTES, memory // 8), "an eighth of this machine's memory"
+        return min(CPU_KV_BYTES, memory // 8), "this machine's memory"
     stats = device.memory_stats() or {}
     limit, used = stats["bytes_limit"], stats["bytes_in_use"]
     free = limit - used - reserve

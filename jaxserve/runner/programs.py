@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,8 +39,6 @@ class Programs:
     """(params, cache, state, packed) -> (cache, state, logits, rows); cache and state are donated."""
     sample: dict[tuple[int, SamplerVariant], Any]
     """(state, logits, rows) -> (state, result); the state is donated."""
-    update_rows: Any
-    """(state, rows) -> state; the state is donated."""
 
 
 class ProgramBuilder:
@@ -53,15 +52,15 @@ class ProgramBuilder:
         self._spec = AttentionSpec(mesh, plan.attention_backend, model.head_dim**-0.5)
         self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
-        self.state = jax.tree.map(
-            lambda a: self._shape(a.shape, a.dtype), BatchState.zeros(plan.max_num_seqs, plan.table_width)
+        self.state: BatchState = jax.tree.map(
+            lambda a: self._shape(a.shape, a.dtype), batch.state_shapes(plan.max_num_seqs, plan.table_width)
         )
 
     def _shape(self, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding or self._replicated)
 
     def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
-        return self._shape((batch.packed_size(bucket),), np.int32)
+        return self._shape((batch.packed_size(bucket, self._plan.block_size),), np.int32)
 
     def forward(self, bucket: Bucket) -> Any:
         """Compile the forward program of a bucket."""
@@ -93,15 +92,12 @@ class ProgramBuilder:
         logits = self._shape((rows, self._model.vocab_size), jnp.float32)
         return jax.jit(sample, donate_argnums=0).lower(self.state, logits, self._shape((2, rows), np.int32)).compile()
 
-    def update_rows(self) -> Any:
-        rows = (batch.UPDATE_ROWS, 2 + batch.SAMPLING_WORDS + self._plan.table_width)
-        return batch.apply_row_updates.lower(self.state, self._shape(rows, np.int32)).compile()
-
-    def all(self, progress: Progress, workers: int) -> Programs:
-        """Compile everything, a progress line a program, up to ``workers`` at a time."""
+    def all(self, progress: Progress, *, parallel: bool) -> Programs:
+        """Compile everything, a progress line a program. ``parallel`` compiles several forward programs at once, which
+        would disturb the timings that a GPU's autotuner goes by; samplers have nothing to tune."""
         buckets = self._plan.ladder.all()
         samplers = [(rows, v) for rows in sorted({b.rows for b in buckets}) for v in VARIANTS]
-        total = len(buckets) + len(samplers) + 1
+        total = len(buckets) + len(samplers)
         counter = itertools.count(1)
 
         def timed(what: str, compile_one: Callable[[], Any]) -> Any:
@@ -110,14 +106,14 @@ class ProgramBuilder:
             progress(f"compiled {next(counter)}/{total}: {what} ({time.monotonic() - start:.1f} s)")
             return program
 
-        with ThreadPoolExecutor(workers) as pool:
-            update_rows = pool.submit(timed, "row update", self.update_rows)
-            forward = {b: pool.submit(timed, f"forward {b}", partial(self.forward, b)) for b in reversed(buckets)}
+        cores = os.cpu_count() or 1
+        with ThreadPoolExecutor(cores if parallel else 1) as one, ThreadPoolExecutor(cores) as other:
+            forward = {b: one.submit(timed, f"forward {b}", partial(self.forward, b)) for b in reversed(buckets)}
+            pool = one if parallel else other
             sample = {
                 (r, v): pool.submit(timed, f"sample {r} rows, {v}", partial(self.sample, r, v)) for r, v in samplers
             }
             return Programs(
-                update_rows=update_rows.result(),
                 forward={b: forward[b].result() for b in buckets},
                 sample={key: future.result() for key, future in sample.items()},
             )

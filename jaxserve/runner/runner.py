@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import EngineConfig
-from jaxserve.models import kv_cache
 from jaxserve.models.config import ModelConfig, load_model_config
 from jaxserve.models.dummy import random_params
+from jaxserve.models.kv_cache import zeros
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import Checkpoint
 from jaxserve.runner import batch, compiles
@@ -27,8 +26,8 @@ from jaxserve.runner.batch import BatchState
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.plan import make_plan, num_blocks
 from jaxserve.runner.programs import ProgramBuilder
-from jaxserve.runner.sampler import NON_FINITE, SamplerVariant, split_result
-from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
+from jaxserve.runner.sampler import NON_FINITE, VARIANTS, SamplerVariant, split_result
+from jaxserve.scheduling.schedule import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -38,9 +37,8 @@ WORKSPACE_BYTES = 512 << 20
 """Left on a GPU for libraries' workspaces, recorded graphs and fragmentation."""
 
 
-@dataclass(frozen=True, slots=True)
-class RowOutput:
-    """What a step gave one of its rows."""
+class RowOutput(msgspec.Struct, frozen=True, gc=False):
+    """What a step gave one of its rows. A Struct, since hundreds are made every step."""
 
     token_ids: list[int]
     """Sampled tokens, one now; empty if the row does not sample or its logits were not finite."""
@@ -50,8 +48,10 @@ class RowOutput:
     top_logprobs: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepOutput:
+NO_TOKEN = RowOutput([])
+
+
+class StepOutput(msgspec.Struct, frozen=True):
     """Results in the order of ``SchedulerOutput.rows``."""
 
     rows: list[RowOutput]
@@ -76,24 +76,17 @@ class PendingStep:
 
     def result(self) -> StepOutput:
         """Wait for the step and read it."""
-        table = np.asarray(self._result)
-        tokens, logprobs, top_ids, top_logprobs = split_result(table, self._max_logprobs)
+        tokens, logprobs, top_ids, top_logprobs = split_result(np.asarray(self._result), self._max_logprobs)
+        chosen = tokens[self._places].tolist()
         rows = []
-        for place, item in zip(self._places, self.schedule.rows, strict=True):
-            token = int(tokens[place])
+        for place, token, item in zip(self._places, chosen, self.schedule.rows, strict=True):
             if not item.samples:
-                rows.append(RowOutput([]))
+                rows.append(NO_TOKEN)
             elif token == NON_FINITE:
                 rows.append(RowOutput([], finite=False))
             elif item.wants_logprobs:
-                rows.append(
-                    RowOutput(
-                        [token],
-                        logprob=float(logprobs[place]),
-                        top_ids=tuple(top_ids[place].tolist()),
-                        top_logprobs=tuple(top_logprobs[place].tolist()),
-                    )
-                )
+                top = tuple(top_ids[place].tolist()), tuple(top_logprobs[place].tolist())
+                rows.append(RowOutput([token], True, float(logprobs[place]), *top))
             else:
                 rows.append(RowOutput([token]))
         return StepOutput(rows)
@@ -112,7 +105,6 @@ class ModelRunner:
         self._on_cpu = devices[0].platform == "cpu"
         self.plan = make_plan(config, self.model_config, devices[0].platform)
         self._mesh = Mesh(np.array(devices), ("tp",))
-        self._replicated = NamedSharding(self._mesh, P())
         if self.plan.dtype == np.float32:
             jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU would use TF32
         with self._phase("load"):
@@ -121,12 +113,10 @@ class ModelRunner:
             reserve = 0 if self._on_cpu else self._program_bytes()
             self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserve)
             builder = self._builder(self.num_blocks)
-            # Compiling in parallel would disturb the timings that a GPU's autotuner goes by.
-            self._programs = builder.all(progress, workers=(os.cpu_count() or 1) if self._on_cpu else 1)
+            self._programs = builder.all(progress, parallel=self._on_cpu)
         with self._phase("allocate"):
-            self._cache = kv_cache.allocate(builder.cache)
-            zeros = BatchState.zeros(self.plan.max_num_seqs, self.plan.table_width)
-            self._state: BatchState = jax.device_put(zeros, self._replicated)
+            self._cache = zeros(builder.cache)
+            self._state: BatchState = zeros(builder.state)
         with self._phase("warm_up"):
             self._warm_up()
         compiles.freeze()
@@ -160,28 +150,27 @@ class ModelRunner:
         return ProgramBuilder(self.model_config, self.plan, self._params, self._mesh, blocks)
 
     def _program_bytes(self) -> int:
-        """Device memory that the hungriest step takes beside parameters and cache: its temporaries and logits."""
-        bucket = self.plan.ladder.all()[-1]
-        memory = self._builder(2).forward(bucket).memory_analysis()
+        """Device memory that steps take beside parameters and cache: temporaries of the hungriest programs, the logits
+        of the steps in flight, and what libraries keep."""
+        builder, bucket = self._builder(2), self.plan.ladder.all()[-1]
+        programs = [builder.forward(bucket), *(builder.sample(bucket.rows, variant) for variant in VARIANTS)]
+        temporary = max(p.memory_analysis().temp_size_in_bytes for p in programs)
         logits = 4 * bucket.rows * self.model_config.vocab_size
-        return memory.temp_size_in_bytes + 4 * logits + WORKSPACE_BYTES
+        return temporary + (self.plan.async_depth + 1) * logits + WORKSPACE_BYTES
 
     def _warm_up(self) -> None:
         """Run every program three times on padding: a GPU records its graphs on the first two. A CPU has none."""
-        padding = SchedulerOutput((), (), greedy=True, logprobs=False)
+        padding = SchedulerOutput()
         for _ in range(0 if self._on_cpu else 3):
-            self._write_rows([])
-            logits = {}
             for bucket in self._programs.forward:
-                logits[bucket.rows] = self._forward(padding, bucket)
-            for rows, variant in self._programs.sample:
-                self._sample(*logits[rows], variant)
+                logits, rows = self._forward(padding, bucket)
+                for variant in VARIANTS:
+                    self._sample(logits, rows, variant)
         jax.block_until_ready(self._state)
 
     def submit(self, schedule: SchedulerOutput) -> PendingStep:
         """Dispatch one step; returns before it has run."""
         bucket, places = self._place(schedule)
-        self._update_rows(schedule)
         logits, rows = self._forward(schedule, bucket)
         result = self._sample(logits, rows, SamplerVariant(schedule.greedy, schedule.logprobs))
         result.copy_to_host_async()
@@ -193,20 +182,10 @@ class ModelRunner:
         bucket = self.plan.ladder.choose(decode, schedule.num_prefill_tokens, prefill)
         return bucket, [*range(decode), *range(bucket.decode_rows, bucket.decode_rows + prefill)]
 
-    def _update_rows(self, schedule: SchedulerOutput) -> None:
-        items = [item for item in schedule.rows if item.block_ids is not None]
-        for start in range(0, len(items), batch.UPDATE_ROWS):
-            self._write_rows(items[start : start + batch.UPDATE_ROWS])
-
-    def _write_rows(self, items: list[ScheduledRequest]) -> None:
-        nobody = self.plan.max_num_seqs + 1  # out of range: dropped
-        rows = batch.pack_row_updates(items, self.plan.table_width, nobody)
-        self._state = self._programs.update_rows(self._state, jax.device_put(rows, self._replicated))
-
     def _forward(self, schedule: SchedulerOutput, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
-        packed = batch.pack(schedule.decode, schedule.prefill, bucket, null_slot=self.plan.max_num_seqs)
+        packed = batch.pack(schedule, bucket, self.plan.block_size, null_slot=self.plan.max_num_seqs)
         self._cache, self._state, logits, rows = self._programs.forward[bucket](
-            self._params, self._cache, self._state, jax.device_put(packed, self._replicated)
+            self._params, self._cache, self._state, packed
         )
         return logits, rows
 
@@ -218,7 +197,6 @@ class ModelRunner:
     def logits(self, schedule: SchedulerOutput) -> np.ndarray:
         """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""
         bucket, places = self._place(schedule)
-        self._update_rows(schedule)
         return np.asarray(self._forward(schedule, bucket)[0])[places]
 
     def block_tables(self) -> np.ndarray:

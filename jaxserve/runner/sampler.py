@@ -43,7 +43,7 @@ def choose_tokens(
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
     else:
         tokens = pallas_kernels.sample(logits, state.sampling_rows(slots), seq_lens, backend=backend)
-    finite = jnp.isfinite(logits.max(-1))  # max hands a NaN on
+    finite = jnp.isfinite(logits).all(-1)  # not of the maximum: whether that hands a NaN on depends on the backend
     result = [jnp.where(finite, tokens, NON_FINITE)[:, None]]
     if variant.logprobs:
         result += _logprobs(logits, tokens, max_logprobs)

@@ -24,13 +24,16 @@ class KVManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def fits(self, num_tokens: int) -> bool:
-        """Whether a request without blocks could get them for this many tokens now."""
-        return self.blocks_for(num_tokens) <= self.pool.num_free
+    def fits(self, num_tokens: int, spare: int) -> bool:
+        """Whether a request without blocks could get them for this many tokens now, and leave ``spare`` blocks free."""
+        return self.blocks_for(num_tokens) + spare <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Give the request blocks for its first ``num_tokens`` tokens; False if they are too few."""
-        blocks = self.pool.allocate(max(0, self.blocks_for(num_tokens) - len(request.block_ids)))
+        missing = self.blocks_for(num_tokens) - len(request.block_ids)
+        if missing <= 0:
+            return True
+        blocks = self.pool.allocate(missing)
         if blocks is None:
             return False
         request.block_ids += blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from jaxserve.request import SamplingParams
 
@@ -10,29 +10,7 @@ DEVICE_TOKEN = -1
 """In ``token_ids``: the token that the slot's last step sampled, which only the device may know yet."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One sequence's part of a step."""
-
-    request_id: str
-    slot: int
-    token_ids: tuple[int, ...]
-    """Tokens to compute now, the last of ``seq_len``; a lone DEVICE_TOKEN while the sampled one is not collected."""
-    seq_len: int
-    """Tokens of the sequence after this step."""
-    samples: bool
-    """The last of them is the last known token: its logits choose the next."""
-    block_ids: tuple[int, ...] | None
-    """The whole block table where the device's row must be written anew, else None."""
-    new_block: int | None
-    """One block to append to the device's row (a decoding step that crossed into it), else None."""
-    wants_logprobs: bool
-    sampling: RowSampling | None
-    """Given with ``block_ids`` when the request takes the slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class RowSampling:
+class RowSampling(msgspec.Struct, frozen=True, gc=False):
     """A request's sampling parameters, as its slot keeps them."""
 
     params: SamplingParams
@@ -40,21 +18,39 @@ class RowSampling:
     choice_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step. ``decode`` holds the requests that compute a single token, ``prefill`` the others."""
+class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
+    """One sequence's part of a step. A Struct, since hundreds are made every step."""
 
-    decode: tuple[ScheduledRequest, ...]
-    prefill: tuple[ScheduledRequest, ...]
-    greedy: bool
+    request_id: str
+    slot: int
+    token_ids: list[int]
+    """Tokens to compute now, the last of ``seq_len``; a lone DEVICE_TOKEN while the sampled one is not collected."""
+    seq_len: int
+    """Tokens of the sequence after this step."""
+    samples: bool
+    """The last of them is the last known token: its logits choose the next."""
+    new_blocks: list[int]
+    """Blocks that the device's table does not have yet; the last of them holds the last token of this step."""
+    wants_logprobs: bool
+    sampling: RowSampling | None
+    """Given when the request takes the slot."""
+
+
+class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
+    """One step. ``decode`` holds requests that go on with a single token and at most one new block, ``prefill`` the
+    others: those that compute several tokens, and those that take a slot."""
+
+    decode: list[ScheduledRequest] = []
+    prefill: list[ScheduledRequest] = []
+    greedy: bool = True
     """No row that samples wants randomness."""
-    logprobs: bool
+    logprobs: bool = False
     """Some row that samples wants log-probabilities."""
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> tuple[ScheduledRequest, ...]:
+    def rows(self) -> list[ScheduledRequest]:
         """All requests, in the order of the step's results."""
         return self.decode + self.prefill
 

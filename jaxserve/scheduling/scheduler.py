@@ -38,23 +38,22 @@ class _Draft:
         self.counts: dict[Request, int] = {}
         self.budget = limits.max_num_batched_tokens
         self.prefill_rows = limits.max_prefill_rows
-        self.preempted: list[Request] = []
         self.admitted: list[Request] = []
 
-    def size(self, wanted: int) -> int:
+    def size(self, request: Request, wanted: int) -> int:
         """Tokens that a request that wants ``wanted`` can have; 0 if none."""
         count = min(wanted, self.budget)
-        return 0 if count > 1 and not self.prefill_rows else count
+        return 0 if not self.prefill_rows and _is_prefill(request, count) else count
 
     def put(self, request: Request, count: int) -> None:
         self.counts[request] = count
         self.budget -= count
-        self.prefill_rows -= count > 1
+        self.prefill_rows -= _is_prefill(request, count)
 
     def drop(self, request: Request) -> None:
-        count = self.counts.pop(request, 0)
-        self.budget += count
-        self.prefill_rows += count > 1
+        if count := self.counts.pop(request, 0):
+            self.budget += count
+            self.prefill_rows += _is_prefill(request, count)
 
 
 class Scheduler:
@@ -67,6 +66,8 @@ class Scheduler:
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._free_slots = list(reversed(range(limits.max_num_seqs)))
+        self._preempted: list[str] = []
+        """Since the last step that was scheduled."""
 
     def __len__(self) -> int:
         """Requests that are not finished, or whose last step is still in flight."""
@@ -87,7 +88,7 @@ class Scheduler:
         draft = _Draft(self.limits)
         try:
             self._schedule_running(draft)
-            if not draft.preempted:
+            if not self._preempted:
                 self._admit_waiting(draft)
         except _DrainNeeded:
             return None
@@ -95,8 +96,9 @@ class Scheduler:
 
     def _schedule_running(self, draft: _Draft) -> None:
         # Decoding requests first, so that a long prompt never stalls them.
-        for request in sorted(self.running, key=lambda r: _wanted(r) > 1):
-            count = draft.size(_wanted(request))
+        wanted = [(r, _wanted(r)) for r in self.running]
+        for request, count in [*(w for w in wanted if w[1] == 1), *(w for w in wanted if w[1] > 1)]:
+            count = draft.size(request, count)
             if count and request.status is Status.RUNNING and self._make_room(request, count, draft):
                 draft.put(request, count)
 
@@ -110,7 +112,6 @@ class Scheduler:
                 raise _DrainNeeded
             draft.drop(victim)
             self._preempt(victim)
-            draft.preempted.append(victim)
             if victim is request:
                 return False
         return True
@@ -122,13 +123,16 @@ class Scheduler:
         request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.waiting.appendleft(request)
+        self._preempted.append(request.request_id)
 
     def _admit_waiting(self, draft: _Draft) -> None:
         while self.waiting and self._free_slots:
             request = self.waiting[0]
-            count = draft.size(_wanted(request))
-            # Room for all of its tokens, though this step may compute a part: else it would be preempted soon.
-            if not count or not self.kv.fits(request.num_tokens):
+            count = draft.size(request, _wanted(request))
+            # Room for all of its tokens, though this step may compute a part, and for the blocks that those who run
+            # need next: else somebody would be preempted soon.
+            spare = self.kv.blocks_for(len(self.running))
+            if not count or not self.kv.fits(request.num_tokens, spare):
                 return
             grown = self.kv.grow(request, count)
             assert grown, "blocks vanished between the check and the allocation"
@@ -140,38 +144,45 @@ class Scheduler:
             draft.admitted.append(request)
 
     def _commit(self, draft: _Draft) -> SchedulerOutput:
-        rows = [self._schedule_request(request, count) for request, count in draft.counts.items()]
-        sampling = [self._requests[row.request_id].sampling for row in rows if row.samples]
+        decode: list[ScheduledRequest] = []
+        prefill: list[ScheduledRequest] = []
+        greedy, logprobs = True, False
+        for request, count in draft.counts.items():
+            rows = prefill if _is_prefill(request, count) else decode
+            row = self._schedule_request(request, count)
+            rows.append(row)
+            if row.samples:
+                greedy &= request.sampling.greedy
+                logprobs |= row.wants_logprobs
+        preempted, self._preempted = tuple(self._preempted), []
+        admitted = tuple(r.request_id for r in draft.admitted)
         return SchedulerOutput(
-            decode=tuple(row for row in rows if len(row.token_ids) == 1),
-            prefill=tuple(row for row in rows if len(row.token_ids) > 1),
-            greedy=all(s.greedy for s in sampling),
-            logprobs=any(s.logprobs is not None for s in sampling),
-            preempted=tuple(r.request_id for r in draft.preempted),
-            admitted=tuple(r.request_id for r in draft.admitted),
+            decode=decode, prefill=prefill, greedy=greedy, logprobs=logprobs, preempted=preempted, admitted=admitted
         )
 
     def _schedule_request(self, request: Request, count: int) -> ScheduledRequest:
         start = request.num_computed_tokens
         end = start + count
-        known = request.token_ids[start:end]
+        tokens = request.token_ids[start:end]
+        if len(tokens) < count:
+            assert count == 1, "only the token that comes next can be on the device alone"
+            tokens = [DEVICE_TOKEN]
         samples = end == request.num_tokens
-        fresh = request.num_device_blocks == 0
-        added = len(request.block_ids) - request.num_device_blocks
-        append = not fresh and added == 1 and count == 1
+        blocks = self.kv.blocks_for(end)
         item = ScheduledRequest(
             request_id=request.request_id,
             slot=request.slot,
-            token_ids=(*known, *[DEVICE_TOKEN] * (count - len(known))),
+            token_ids=tokens,
             seq_len=end,
             samples=samples,
-            block_ids=tuple(request.block_ids) if added and not append else None,
-            new_block=request.block_ids[-1] if append else None,
+            new_blocks=request.block_ids[request.num_device_blocks : blocks],
             wants_logprobs=request.sampling.logprobs is not None,
-            sampling=RowSampling(request.sampling, request.seed, request.choice_index) if fresh else None,
+            sampling=None
+            if request.num_device_blocks
+            else RowSampling(request.sampling, request.seed, request.choice_index),
         )
         request.num_computed_tokens = end
-        request.num_device_blocks = len(request.block_ids)
+        request.num_device_blocks = blocks
         request.steps_in_flight += 1
         request.num_in_flight += samples
         return item
@@ -236,6 +247,11 @@ class Scheduler:
                 assert not request.block_ids and not request.steps_in_flight and request.slot < 0
             if request.status is Status.FINISHED:
                 assert request.steps_in_flight, f"{request.request_id} is finished but was not forgotten"
+
+
+def _is_prefill(request: Request, count: int) -> bool:
+    """Whether a request needs a prefill row: for several tokens, or to take its slot."""
+    return count > 1 or request.num_device_blocks == 0
 
 
 def _wanted(request: Request) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from litestar.connection import ASGIConnection
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient
-from jaxserve.request import fresh_seed
+from jaxserve.request import seed_source
 from jaxserve.server.errors import ApiError
 from jaxserve.tokenizer import Tokenizer
 
@@ -31,10 +30,7 @@ class ServerContext:
     draw_seed: Callable[[], int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.draw_seed = fresh_seed
-        if (seed := self.config.engine.seed) is not None:
-            source = random.Random(seed)
-            self.draw_seed = lambda: source.getrandbits(64) - 2**63
+        self.draw_seed = seed_source(self.config.engine.seed)
 
     @property
     def model_name(self) -> str:

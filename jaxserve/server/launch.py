@@ -133,13 +133,13 @@ class _Children:
                 return self._engine_died(code)
             if (code := self.api.poll()) is not None:
                 if code != EXIT_STARTUP_FAILED:
-                    logger.error("the API process died (exit code %d)", code)
+                    logger.error("the API process %s", _death(code))
                 return 1
             time.sleep(0.05)
 
     def _engine_died(self, code: int) -> int:
         if code != EXIT_STARTUP_FAILED:
-            logger.error("the engine process died (exit code %d); shutting down", code)
+            logger.error("the engine process %s; shutting down", _death(code))
             time.sleep(CRASH_GRACE_SECONDS)
         return 1
 
@@ -153,7 +153,10 @@ class _Children:
         _wait(self.api, seconds, stop)
         if self.api.poll() is None:
             self.api.terminate()  # the second time it ends its streams with an error
-            _wait(self.api, 2.0, None)
+            _wait(self.api, 3.0, None)
+        if (code := self.engine.poll()) is not None:
+            logger.error("the engine process %s while the server was stopping", _death(code))
+            return 1
         return 0
 
     def kill(self) -> None:
@@ -168,6 +171,14 @@ class _Children:
         os.close(self._parent_write)
 
 
+def _death(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"exited with code {code}"
+    hint = ", perhaps for lack of memory" if -code == signal.SIGKILL else ""
+    return f"was killed by {signal.Signals(-code).name}{hint}"
+
+
 def _wait(child: subprocess.Popen[bytes], seconds: float, stop: _StopSignals | None) -> None:
     """Wait for a child to end, or for another signal."""
     seen = stop.count if stop else 0
@@ -177,13 +188,13 @@ def _wait(child: subprocess.Popen[bytes], seconds: float, stop: _StopSignals | N
 
 
 def _spawn(module: str, task: dict[str, object], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    # Ignored signals stay ignored over exec: Ctrl-C in the terminal reaches the parent alone, from the child's first
-    # instruction on.
-    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Blocked signals stay blocked over exec: Ctrl-C in the terminal reaches the parent alone, from the child's first
+    # instruction on; and one that comes meanwhile waits for the parent, where an ignored one would be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         child = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=fds)
     finally:
-        signal.signal(signal.SIGINT, previous)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
         pipe.write(msgspec.json.encode(task))

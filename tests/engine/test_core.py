@@ -181,13 +181,13 @@ def test_tokens_after_a_stop_string_are_not_counted(llm):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_adds_aborts_and_steps_keep_everything_accounted(llm, depth):
-    engine = llm("tiny-llama-3.1", num_gpu_blocks_override=14, async_depth=depth).engine
+    engine = llm("tiny-llama-3.1", num_gpu_blocks_override=12, async_depth=depth).engine
     rng = random.Random(depth)
     live: list[str] = []
     preempted = 0
     for turn in range(400):
         if rng.random() < 0.3:
-            params = SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randint(1, 60))
+            params = SamplingParams(temperature=rng.choice([0.0, 1.0]), max_tokens=rng.randint(20, 60))
             live += add(engine, f"random{turn}", rng.randint(1, 100), params)
         if live and rng.random() < 0.1:
             engine.abort([live.pop(rng.randrange(len(live)))])

@@ -156,6 +156,16 @@ def test_a_prefill_chunk_is_the_same_bits_in_any_company(name):
         assert not np.any(alone[queries:])
 
 
+def test_decode_scales_multiply_keys_and_values():
+    inputs = make_inputs(DECODE["gqa"])
+    k_scale, v_scale = np.array([0.5, 3.0], np.float32), np.array([2.0, 0.25], np.float32)
+    options = {"scale": 0.25, "window": None, "backend": "reference"}
+    operands = (inputs.block_tables, np.array(inputs.shape.seq_lens, np.int32))
+    got = decode(inputs.q, inputs.k_cache, inputs.v_cache, *operands, **options, k_scale=k_scale, v_scale=v_scale)
+    scaled = (inputs.k_cache * k_scale[:, None], inputs.v_cache * v_scale[:, None])
+    np.testing.assert_allclose(got, decode(inputs.q, *scaled, *operands, **options), atol=TOLERANCE["float32"])
+
+
 def test_write_kv_writes_those_slots_alone():
     rng = np.random.default_rng(0)
     k_cache, v_cache = rng.standard_normal((2, 5, 8, 2, 4), dtype=np.float32).astype(jnp.bfloat16)

@@ -24,12 +24,13 @@ CLOSE_CALL = 0.1
 """bfloat16 may choose another token where the two best logits are nearer than this."""
 
 OPTIONS: dict[str, Any] = {
+    "max_model_len": 256,
     "max_num_seqs": 2,
     "row_buckets": (2,),
     "max_num_batched_tokens": 128,
     "token_buckets": (128,),
 }
-"""Three forward programs, and a whole prompt in one chunk."""
+"""Three forward programs, a whole prompt in one chunk, and samplers that models of one vocabulary size share."""
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -40,23 +41,22 @@ def recorded(name: str) -> dict[str, Any]:
 def run_chunks(runner: ModelRunner, token_ids: list[int], ends: list[int]) -> np.ndarray:
     """Logits ``[len(ends), V]`` after each chunk of a sequence; its blocks lie scattered in the pool."""
     block_size = runner.plan.block_size
-    blocks = tuple(range(runner.num_blocks - 1, 0, -3))
+    blocks = list(range(runner.num_blocks - 1, 0, -3))
     logits = []
     for start, end in pairwise([0, *ends]):
         item = ScheduledRequest(
             request_id="by hand",
             slot=1,
-            token_ids=tuple(token_ids[start:end]),
+            token_ids=token_ids[start:end],
             seq_len=end,
             samples=True,
-            block_ids=blocks[: -(-end // block_size)],
-            new_block=None,
+            new_blocks=blocks[-(-start // block_size) : -(-end // block_size)],
             wants_logprobs=False,
             sampling=None,
         )
-        decode = (item,) if end - start == 1 else ()
-        prefill = () if decode else (item,)
-        logits.append(runner.logits(SchedulerOutput(decode, prefill, greedy=True, logprobs=False))[0])
+        goes_on = start > 0 and end - start == 1
+        schedule = SchedulerOutput(decode=[item]) if goes_on else SchedulerOutput(prefill=[item])
+        logits.append(runner.logits(schedule)[0])
     return np.stack(logits)
 
 

@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
 
 from jaxserve.request import SamplingParams
-from jaxserve.runner.batch import (
-    UPDATE_ROWS,
-    BatchState,
-    StepInputs,
-    apply_row_updates,
-    pack,
-    pack_row_updates,
-    packed_size,
-    unpack,
-)
+from jaxserve.runner.batch import BatchState, StepInputs, pack, packed_size, state_shapes, unpack
 from jaxserve.runner.buckets import Bucket
-from jaxserve.scheduling.schedule import DEVICE_TOKEN, RowSampling, ScheduledRequest
+from jaxserve.scheduling.schedule import DEVICE_TOKEN, RowSampling, ScheduledRequest, SchedulerOutput
 
 SLOTS, BLOCK, WIDTH = 6, 8, 5
 LAST_TOKENS = [900, 901, 902, 903, 904, 905, 0]
@@ -26,32 +19,36 @@ LAST_TOKENS = [900, 901, 902, 903, 904, 905, 0]
 unpack_jit = jax.jit(unpack, static_argnames=("bucket", "block_size"))
 
 
-def request(slot, token_ids, seq_len, *, block_ids=None, new_block=None, sampling=None) -> ScheduledRequest:
+def request(slot, token_ids, seq_len, *, new_blocks=(), sampling=None) -> ScheduledRequest:
     return ScheduledRequest(
         request_id=f"in slot {slot}",
         slot=slot,
-        token_ids=tuple(token_ids),
+        token_ids=list(token_ids),
         seq_len=seq_len,
         samples=True,
-        block_ids=block_ids,
-        new_block=new_block,
+        new_blocks=list(new_blocks),
         wants_logprobs=False,
         sampling=sampling,
     )
 
 
+def table(slot: int) -> list[int]:
+    """What stands in a slot's block table before the step."""
+    return [10 * slot + 1 + column for column in range(WIDTH)]
+
+
 def make_state() -> BatchState:
-    """Slot s holds blocks 10 s + 1, 10 s + 2, …; the last row is nobody's."""
-    state = BatchState.zeros(SLOTS, WIDTH)
-    tables = 10 * np.arange(SLOTS)[:, None] + 1 + np.arange(WIDTH)
-    state.block_tables[0, :SLOTS] = tables
-    return state._replace(last_tokens=np.array(LAST_TOKENS, np.int32))
+    tables, _, sampling = (np.zeros(part.shape, part.dtype) for part in state_shapes(SLOTS, WIDTH))
+    tables[0, :SLOTS] = [table(slot) for slot in range(SLOTS)]
+    sampling[:SLOTS] = 99
+    return BatchState(tables, np.array(LAST_TOKENS, np.int32), sampling)
 
 
-def run(decode, prefill, bucket: Bucket, state: BatchState | None = None) -> tuple[StepInputs, BatchState]:
-    packed = pack(decode, prefill, bucket, null_slot=SLOTS)
-    assert packed.dtype == np.int32 and packed.shape == (packed_size(bucket),)
-    return jax.tree.map(np.asarray, unpack_jit(packed, state or make_state(), bucket=bucket, block_size=BLOCK))
+def run(decode, prefill, bucket: Bucket) -> tuple[StepInputs, BatchState]:
+    """A step's inputs, and the state after it."""
+    packed = pack(SchedulerOutput(decode=decode, prefill=prefill), bucket, BLOCK, null_slot=SLOTS)
+    assert packed.dtype == np.int32 and packed.shape == (packed_size(bucket, BLOCK),)
+    return jax.tree.map(np.asarray, unpack_jit(packed, make_state(), bucket=bucket, block_size=BLOCK))
 
 
 def check(decode, prefill, bucket: Bucket) -> None:
@@ -62,7 +59,7 @@ def check(decode, prefill, bucket: Bucket) -> None:
         token = LAST_TOKENS[item.slot] if item.token_ids[0] == DEVICE_TOKEN else item.token_ids[0]
         _check_token(inputs, index, item.slot, token, item.seq_len - 1)
         assert at.decode_seq_lens[index] == item.seq_len
-        assert at.decode_block_tables[index].tolist() == [10 * item.slot + 1 + i for i in range(WIDTH)]
+        assert at.decode_block_tables[index].tolist() == table(item.slot)
         assert inputs.wanted[index] == index and inputs.rows[:, index].tolist() == [item.slot, item.seq_len]
     start = 0
     for row, item in enumerate(prefill):
@@ -73,33 +70,36 @@ def check(decode, prefill, bucket: Bucket) -> None:
         start += len(item.token_ids)
         place = bucket.decode_rows + row
         assert at.prefill_seq_lens[row] == item.seq_len
-        assert at.prefill_block_tables[row].tolist() == [10 * item.slot + 1 + i for i in range(WIDTH)]
+        assert at.prefill_block_tables[row].tolist() == table(item.slot)
         assert inputs.wanted[place] == bucket.decode_rows + start - 1, "the last token of the chunk"
         assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len]
     assert (at.query_start_loc[len(prefill) :] == start).all()
 
-    real_tokens = np.r_[: len(decode), bucket.decode_rows : bucket.decode_rows + start].astype(int)
-    padding = np.setdiff1d(np.arange(bucket.tokens), real_tokens)
+    padding = _others(bucket.tokens, len(decode), bucket.decode_rows, start)
     assert (at.slot_mapping[padding] < BLOCK).all(), "padding writes into block 0"
     assert not at.positions[padding].any() and not inputs.token_ids[padding].any()
     assert not at.decode_seq_lens[len(decode) :].any() and not at.decode_block_tables[len(decode) :].any()
     assert not at.prefill_seq_lens[len(prefill) :].any() and not at.prefill_block_tables[len(prefill) :].any()
-    real_rows = np.r_[: len(decode), bucket.decode_rows : bucket.decode_rows + len(prefill)].astype(int)
-    padding = np.setdiff1d(np.arange(bucket.rows), real_rows)
+    padding = _others(bucket.rows, len(decode), bucket.decode_rows, len(prefill))
     assert (inputs.rows[0, padding] == SLOTS).all() and not inputs.rows[1, padding].any()
     assert inputs.wanted.shape == (bucket.rows,) and (inputs.wanted < bucket.tokens).all()
 
 
+def _others(size: int, decode: int, first_prefill: int, prefill: int) -> list[int]:
+    """Of ``size`` places those that neither decode nor prefill takes."""
+    return [i for i in range(size) if not (i < decode or first_prefill <= i < first_prefill + prefill)]
+
+
 def _check_token(inputs: StepInputs, index: int, slot: int, token: int, position: int) -> None:
-    block = 10 * slot + 1 + position // BLOCK
     assert inputs.token_ids[index] == token
     assert inputs.attention.positions[index] == position
-    assert inputs.attention.slot_mapping[index] == block * BLOCK + position % BLOCK
+    assert inputs.attention.slot_mapping[index] == table(slot)[position // BLOCK] * BLOCK + position % BLOCK
 
 
 DECODE = [request(3, [50], 1), request(0, [51], 8), request(5, [52], 9), request(1, [DEVICE_TOKEN], 40)]
 WHOLE = request(2, range(60, 73), 13)
 CHUNK = request(4, range(80, 87), 23)  # tokens 16 to 22
+SINGLE = request(1, [90], 1)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ CHUNK = request(4, range(80, 87), 23)  # tokens 16 to 22
         pytest.param(DECODE, [], Bucket(4, 0, 0), id="decode"),
         pytest.param(DECODE[:3], [], Bucket(6, 0, 0), id="decode, padded"),
         pytest.param([], [WHOLE], Bucket(0, 13, 1), id="prompt"),
-        pytest.param([], [WHOLE, CHUNK], Bucket(0, 32, 4), id="prompts, padded"),
+        pytest.param([], [SINGLE, WHOLE, CHUNK], Bucket(0, 32, 4), id="prompts, padded"),
         pytest.param(DECODE, [CHUNK, WHOLE], Bucket(4, 20, 2), id="mixed"),
         pytest.param(DECODE[:2], [WHOLE, CHUNK], Bucket(6, 32, 4), id="mixed, padded"),
         pytest.param([], [CHUNK], Bucket(6, 16, 2), id="no decode in a mixed bucket"),
@@ -120,62 +120,59 @@ def test_what_the_device_sees(decode, prefill, bucket):
     check(decode, prefill, bucket)
 
 
-def test_appended_blocks():
-    """A decoding row that crosses into a new block brings it along: it counts in this very step, and stays."""
-    grown, plain = request(1, [7], 17, new_block=77), request(3, [8], 24)
-    state = make_state()
-    state.block_tables[0, 1, 2:] = 0
-    inputs, after = run([grown, plain], [], Bucket(4, 0, 0), state)
-    assert inputs.attention.slot_mapping[:2].tolist() == [77 * BLOCK, 33 * BLOCK + 7]
-    assert inputs.attention.decode_block_tables[0].tolist() == [11, 12, 77, 0, 0]
-    expected = state.block_tables.copy()
+def test_a_step_without_news_leaves_the_state():
+    _, after = run(DECODE[:2], [CHUNK], Bucket(4, 16, 2))
+    for part, before in zip(after, make_state(), strict=True):
+        np.testing.assert_array_equal(part, before)
+
+
+def test_a_block_appended_to_a_decoding_row():
+    """It counts in this very step and stays; rows without one, and padding, change nothing."""
+    inputs, after = run([request(1, [7], 17, new_blocks=[77]), request(3, [8], 24)], [], Bucket(4, 0, 0))
+    assert inputs.attention.slot_mapping[:2].tolist() == [77 * BLOCK, table(3)[2] * BLOCK + 7]
+    assert inputs.attention.decode_block_tables[0].tolist() == [11, 12, 77, 14, 15]
+    expected = make_state().block_tables
     expected[0, 1, 2] = 77
-    np.testing.assert_array_equal(after.block_tables, expected)  # rows of padding and of others are untouched
-
-
-def make_update(slot: int, blocks=(4, 5), sampling: RowSampling | None = None) -> ScheduledRequest:
-    return request(slot, [1, 2], 2, block_ids=tuple(blocks), sampling=sampling)
-
-
-def updated(state: BatchState, items: list[ScheduledRequest]) -> BatchState:
-    rows = pack_row_updates(items, WIDTH, unused_slot=SLOTS + 1)
-    assert rows.shape[0] == UPDATE_ROWS
-    return jax.tree.map(np.asarray, apply_row_updates(jax.tree.map(np.array, state), rows))
-
-
-def test_row_updates_rewrite_their_rows_and_no_other():
-    """Padding of the call has a slot out of range, which must be dropped and not wrap to the last row."""
-    before = make_state()
-    before.sampling[:] = 99
-    after = updated(before, [make_update(2)])
-    expected = before.block_tables.copy()
-    expected[0, 2] = [4, 5, 0, 0, 0]  # what stood behind the new blocks is gone
     np.testing.assert_array_equal(after.block_tables, expected)
-    np.testing.assert_array_equal(after.sampling, before.sampling)
-    np.testing.assert_array_equal(after.last_tokens, before.last_tokens)
 
 
-def test_every_slot_at_once():
-    after = updated(make_state(), [make_update(slot, [slot + 40]) for slot in range(SLOTS)])
-    assert after.block_tables[0, :, 0].tolist() == [40, 41, 42, 43, 44, 45, 0], "nobody's row points to block 0"
+def test_blocks_of_prompts():
+    """A whole prompt's, a later chunk's and one decoding row's, all in one step."""
+    grows = request(5, [7], 33, new_blocks=[79])
+    whole = request(2, range(60, 73), 13, new_blocks=[70, 71])
+    chunk = request(4, range(80, 87), 23, new_blocks=[75])
+    inputs, after = run([grows], [whole, chunk], Bucket(6, 32, 4))
+    expected = make_state().block_tables
+    expected[0, 5, 4], expected[0, 2, :2], expected[0, 4, 2] = 79, [70, 71], 75
+    np.testing.assert_array_equal(after.block_tables, expected)
+    whole_at = [70 * BLOCK + i for i in range(8)] + [71 * BLOCK + i for i in range(5)]
+    assert inputs.attention.slot_mapping[6 : 6 + 13].tolist() == whole_at
+    assert inputs.attention.slot_mapping[19 : 19 + 7].tolist() == [75 * BLOCK + i for i in range(7)]
+    np.testing.assert_array_equal(inputs.attention.prefill_block_tables[:2], expected[0, [2, 4]])
+
+
+def test_the_vector_has_room_for_the_blocks_of_any_chunks():
+    """Two chunks that fill a bucket, from every offset within a block, however the tokens are shared out."""
+    bucket = Bucket(0, 17, 2)
+    for offsets in itertools.product(range(BLOCK), repeat=2):
+        for share in range(1, bucket.prefill_tokens):
+            items, counts = [], (share, bucket.prefill_tokens - share)
+            for slot, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
+                new = -(-(offset + count) // BLOCK) - (offset > 0)
+                items.append(request(slot, [1] * count, offset + count, new_blocks=[50 + slot] * new))
+            pack(SchedulerOutput(prefill=items), bucket, BLOCK, null_slot=SLOTS)
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 5 << 32])
 def test_sampling_parameters_arrive_bit_for_bit(seed):
+    """Of the request that takes its slot in this step; the others keep theirs."""
     params = SamplingParams(temperature=0.7, top_p=0.1, min_p=0.05, top_k=-1)
-    after = updated(make_state(), [make_update(3, sampling=RowSampling(params, seed, choice_index=4))])
-    rows = after.sampling_rows(np.array([3, 0, SLOTS]))
+    taking = request(3, [1, 2], 2, sampling=RowSampling(params, seed, choice_index=4))
+    _, after = run([], [WHOLE, taking], Bucket(2, 32, 4))
+    rows = after.sampling_rows(np.array([3]))
     floats = [np.asarray(part)[0] for part in (rows.temperature, rows.top_p, rows.min_p)]
     assert floats == [np.float32(0.7), np.float32(0.1), np.float32(0.05)]
     assert rows.top_k[0] == -1 and rows.choices[0] == 4
     assert np.asarray(rows.seeds[0]).view(np.int64) == seed, "low word first"
-    assert not np.asarray(rows.seeds[1:]).any(), "other rows keep theirs"
-
-
-def test_an_update_without_sampling_leaves_the_parameters():
-    """A prompt's next chunk brings blocks alone."""
-    params = RowSampling(SamplingParams(temperature=0.25), seed=11, choice_index=1)
-    first = updated(make_state(), [make_update(3, sampling=params)])
-    second = updated(first, [make_update(3, [4, 5, 6])])
-    np.testing.assert_array_equal(second.sampling, first.sampling)
-    assert second.block_tables[0, 3].tolist() == [4, 5, 6, 0, 0]
+    others = np.arange(SLOTS + 1) != 3
+    np.testing.assert_array_equal(after.sampling[others], make_state().sampling[others])

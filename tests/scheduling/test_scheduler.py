@@ -22,7 +22,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget_and_samples_at_its_en
     assert [sizes(s)["a"] for s in steps] == [16, 16, 8]
     assert [s.rows[0].samples for s in steps] == [False, False, True]
     assert [s.rows[0].seq_len for s in steps] == [16, 32, 40]
-    assert run_step(scheduler).decode[0].token_ids == (9,)
+    assert run_step(scheduler).decode[0].token_ids == [9]
 
 
 def test_requests_join_while_others_decode_and_decoding_comes_first():
@@ -105,7 +105,7 @@ def test_two_steps_in_flight_use_the_token_that_only_the_device_knows():
     scheduler = make_scheduler()
     scheduler.add(make_request(3, max_tokens=3, request_id="a"))
     first, second = scheduler.schedule(), scheduler.schedule()
-    assert first and second and second.decode[0].token_ids == (DEVICE_TOKEN,) and second.decode[0].seq_len == 4
+    assert first and second and second.decode[0].token_ids == [DEVICE_TOKEN] and second.decode[0].seq_len == 4
     third = scheduler.schedule()
     assert third and third.decode[0].seq_len == 5
     assert scheduler.schedule() is None, "the third token is the last: nothing is left to compute"
@@ -127,7 +127,7 @@ def test_a_stop_seen_late_drops_the_token_of_the_step_in_flight_and_frees_only_t
 
 
 def test_no_block_is_taken_from_a_request_in_flight():
-    scheduler = make_scheduler(num_blocks=1 + 4, block_size=4)
+    scheduler = make_scheduler(num_blocks=1 + 5, block_size=4)
     for name in "ab":
         scheduler.add(make_request(7, max_tokens=8, request_id=name))
     first = scheduler.schedule()

@@ -19,7 +19,15 @@ import httpx
 import pytest
 
 import jaxserve
-from tests.checkpoints import byte_tokens, edit_config, make_checkpoint, make_table_checkpoint, read_tensors, write_tensors
+from jaxserve.engine.client import SILENCE_LIMIT
+from tests.checkpoints import (
+    byte_tokens,
+    edit_config,
+    make_checkpoint,
+    make_table_checkpoint,
+    read_tensors,
+    write_tensors,
+)
 from tests.server.running import MARK, Server, command, free_port, marked, serving, started, wait_until
 
 SMALLEST: dict[str, Any] = {
@@ -95,11 +103,13 @@ def assert_port_free(port: int) -> None:
 def test_op05_the_first_200_of_health_means_that_a_completion_works(endless: Path) -> None:
     with started(endless, **SMALLEST) as server:
         seen = set()
-        while (status := server.status()) != 200:
-            seen.add(status)
-            assert server.status("/v1/models") in (0, 503)
+        models, health = server.status("/v1/models"), server.status()
+        while health != 200:
+            seen |= {models, health}
+            time.sleep(0.02)
+            models, health = server.status("/v1/models"), server.status()
         assert post(server, 3).json()["choices"][0]["text"] == "bab"
-        assert seen <= {0, 503} and 503 in seen, "answered while loading"
+        assert 503 in seen <= {0, 503}, "it answers while it loads"
 
 
 def test_version_and_help() -> None:
@@ -168,9 +178,10 @@ def test_a_model_that_cannot_be_served_is_one_line_and_exit_code_1(
     assert code == 1 and len(errors) == 1 and named in errors[0]
 
 
-def test_a_missing_directory_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
+@pytest.mark.parametrize("subcommand", [[], ["serve"]])
+def test_a_missing_directory_is_one_line_and_exit_code_1(tmp_path: Path, subcommand: list[str]) -> None:
     missing = tmp_path / "nowhere"
-    code, stderr = run_to_the_end(command(missing, port=free_port(), **SMALLEST))
+    code, stderr = run_to_the_end([sys.executable, "-m", "jaxserve", *subcommand, "--model", str(missing)])
     assert code == 1 and stderr.count("\n") == 1 and str(missing) in stderr
 
 
@@ -223,6 +234,14 @@ def test_sigterm_cuts_off_what_outlasts_the_shutdown_timeout(endless: Path) -> N
         server.popen.terminate()
         assert server.wait_exit() == 0
         assert "shutting down" in stream.error()["message"]
+
+
+def test_sigterm_while_starting(endless: Path) -> None:
+    with started(endless, **SMALLEST) as server:
+        wait_until(lambda: "compiled 1/" in server.log, 60)
+        server.popen.terminate()
+        assert server.wait_exit() == 0
+        assert_port_free(server.port)
 
 
 # ------------------------------------------------------------------ SIGINT
@@ -286,7 +305,7 @@ def test_the_engines_death_ends_streams_with_an_error_and_everything_else(endles
         refused = post(server, 1)
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "engine_dead"
         assert server.wait_exit() not in (0, None)
-        assert "the engine process died" in server.log
+        assert "the engine process was killed by SIGKILL" in server.log
         assert_port_free(server.port)
 
 
@@ -297,7 +316,7 @@ def test_the_api_process_death_ends_everything(endless: Path) -> None:
         stream.join()
         assert stream.broken
         assert server.wait_exit() not in (0, None)
-        assert "the API process died" in server.log
+        assert "the API process was killed by SIGKILL" in server.log
         assert_port_free(server.port)
 
 
@@ -310,7 +329,7 @@ def test_the_parents_death_ends_everything(endless: Path) -> None:
         wait_until(lambda: not server.processes(), 5)
         stream.join()
         assert stream.broken
-        assert_port_free(server.port)
+        wait_until(lambda: server.status() == 0, 5)
 
 
 @pytest.mark.parametrize("moment", ["loaded 1/1 layers", "compiled 1/"])
@@ -324,14 +343,13 @@ def test_the_parents_death_ends_a_start(endless: Path, moment: str) -> None:
 
 @pytest.mark.slow
 def test_health_tells_of_an_engine_that_hangs(endless: Path) -> None:
-    """With work and no sign of life for 30 s. It is 200 again when the engine goes on."""
+    """With work and no sign of life. It is 200 again when the engine goes on."""
     with serving(endless, **SMALLEST) as server:
         stream = Stream(server, 1000)
         server.engine.suspend()
         begin = time.monotonic()
-        assert server.status() == 200
-        wait_until(lambda: server.status() == 503, 60)
-        assert time.monotonic() - begin > 20
+        wait_until(lambda: server.status() == 503, SILENCE_LIMIT + 10)
+        assert time.monotonic() - begin > SILENCE_LIMIT / 2, "a long step is no fault"
         server.engine.resume()
         wait_until(lambda: server.status() == 200)
         assert stream.text() == "ba" * 500
