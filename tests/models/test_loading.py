@@ -74,6 +74,13 @@ def zeros_like(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: np.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
+def shown(value: Any) -> str | None:
+    """Changes of a config as a test's id."""
+    if not isinstance(value, dict):
+        return None
+    return ", ".join(f"{key} absent" if new is REMOVE else f"{key} {new}" for key, new in value.items())
+
+
 # ---------------------------------------------------------------------------- files
 
 
@@ -290,7 +297,7 @@ LLAMA_3_ROPE = {
         ({"num_key_value_heads": 3}, ["8 attention heads", "3 KV heads"]),
         ({"rms_norm_eps": "small"}, ["rms_norm_eps", "'small'"]),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_what_config_json_may_not_say(copy, changes, culprits):
     directory = copy("tiny-llama-3.1")
@@ -348,7 +355,7 @@ def test_ld11_llama_may_say_null(copy):
         ({"torch_dtype": "float32", "dtype": "float16"}, "float16"),
         ({"torch_dtype": REMOVE}, "float32"),
     ],
-    ids=str,
+    ids=shown,
 )
 def test_ld13_dtype(copy, caplog, changes, expected):
     """The newer key wins, null counts as absent; and what follows from it is logged at start."""

@@ -111,6 +111,7 @@ SINGLE = request(1, [90], 1)
         pytest.param([], [SINGLE, WHOLE, CHUNK], Bucket(0, 32, 4), id="prompts, padded"),
         pytest.param(DECODE, [CHUNK, WHOLE], Bucket(4, 20, 2), id="mixed"),
         pytest.param(DECODE[:2], [WHOLE, CHUNK], Bucket(6, 32, 4), id="mixed, padded"),
+        pytest.param(DECODE, [WHOLE, CHUNK], Bucket(4, 32, 2), id="mixed, tokens padded, but no rows"),
         pytest.param([], [CHUNK], Bucket(6, 16, 2), id="no decode in a mixed bucket"),
         pytest.param([], [], Bucket(2, 0, 0), id="only padding"),
         pytest.param([], [], Bucket(2, 16, 2), id="only padding, mixed"),
@@ -153,7 +154,7 @@ def test_blocks_of_prompts():
 
 def test_the_vector_has_room_for_the_blocks_of_any_chunks():
     """Two chunks that fill a bucket, from every offset within a block, however the tokens are shared out."""
-    bucket = Bucket(0, 17, 2)
+    bucket = Bucket(0, 2 * BLOCK + 2, 2)  # two of BLOCK + 1 tokens need four blocks
     for offsets in itertools.product(range(BLOCK), repeat=2):
         for share in range(1, bucket.prefill_tokens):
             items, counts = [], (share, bucket.prefill_tokens - share)

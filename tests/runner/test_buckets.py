@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxserve.runner.buckets import TOKENS_PER_ROW, Bucket, Ladder, doubling
+from jaxserve.runner.buckets import MAX_PREFILL_ROWS, Bucket, Ladder, doubling
 
 LADDERS = [
     Ladder((1, 4), (16, 64)),
@@ -56,10 +56,20 @@ def test_buckets_are_listed_once_and_the_largest_is_last(ladder):
     assert buckets[-1] == Bucket(ladder.max_rows, ladder.token_sizes[-1], ladder.max_prefill_rows)
 
 
-def test_rows_of_a_prefill_bucket():
-    ladder = Ladder((1, 4), (2, 16, 64))
-    rows = {b.prefill_tokens: b.prefill_rows for b in ladder.all() if b.prefill_tokens}
-    assert rows == {2: 1, 16: 16 // TOKENS_PER_ROW, 64: 4}, "at least one, at most as many as there are slots"
+@pytest.mark.parametrize(
+    ("row_sizes", "rows"),
+    [
+        ((1, 4), {2: 1, 16: 1, 64: 4}),
+        ((1, 2, 4, 8, 16), {2: 1, 16: 2, 64: 8}),
+        ((3,), {2: 3, 16: 3, 64: 3}),
+        ((1, 256), {16: 1, 8192: 1}),
+        ((1, 64, 256), {16: 1, 512: MAX_PREFILL_ROWS, 8192: MAX_PREFILL_ROWS}),
+    ],
+)
+def test_rows_of_a_prefill_bucket(row_sizes, rows):
+    """An eighth of the tokens, rounded down to a row size."""
+    ladder = Ladder(row_sizes, tuple(rows))
+    assert {b.prefill_tokens: b.prefill_rows for b in ladder.all() if b.prefill_tokens} == rows
 
 
 def test_more_prompts_than_a_small_bucket_has_rows_take_a_larger_one():

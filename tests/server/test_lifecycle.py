@@ -218,7 +218,7 @@ def test_op02_sigterm_lets_streams_finish_and_refuses_new_requests(endless: Path
         assert_port_free(server.port)
 
 
-@pytest.mark.xfail(strict=True, reason="the engine does not ignore SIGTERM, which ends it at once")
+@pytest.mark.xfail(strict=True, reason="SIGTERM ends the engine at once, and comes to the API process twice")
 def test_sigterm_to_all_processes_lets_streams_finish(endless: Path) -> None:
     """What systemd (KillMode=control-group, its default) and coreutils' timeout send."""
     with serving(endless, **SMALLEST) as server:
