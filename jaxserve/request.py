@@ -17,6 +17,15 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
 
 
+class RequestError(ValueError):
+    """A request that can never work. ``param`` names the field, ``code`` is OpenAI's word for the fault."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How to choose the tokens of one answer.
 

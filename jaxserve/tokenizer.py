@@ -14,7 +14,7 @@ import jinja2
 import tokenizers
 
 from jaxserve.chat_template import ChatTemplate, map_strings, plain_messages, read_template
-from jaxserve.engine.admission import RequestError
+from jaxserve.request import RequestError
 
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from jaxserve.engine.admission import RequestError
+from jaxserve.request import RequestError
 from jaxserve.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 

@@ -8,16 +8,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from jaxserve.engine.messages import ModelInfo
-from jaxserve.request import EngineRequest, SamplingParams, fresh_seed
-
-
-class RequestError(ValueError):
-    """A request that can never work. ``param`` names the field, ``code`` is OpenAI's word for the fault."""
-
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.param = param
-        self.code = code
+from jaxserve.request import EngineRequest, RequestError, SamplingParams, fresh_seed
 
 
 def room(prompt_len: int, info: ModelInfo) -> int:

@@ -16,7 +16,7 @@ from jaxserve.engine import admission
 from jaxserve.engine.events import StepEvent
 from jaxserve.engine.messages import ModelInfo, Timings, TokenLogprobs, TokenOutput
 from jaxserve.metrics import Metrics
-from jaxserve.request import EngineRequest, FinishReason, Request, Status
+from jaxserve.request import EngineRequest, FinishReason, Request, RequestError, Status
 from jaxserve.runner import compiles
 from jaxserve.runner.plan import Plan
 from jaxserve.runner.runner import ModelRunner, PendingStep, RowOutput
@@ -117,7 +117,7 @@ class EngineCore:
         """Queue a request. Raises ``ValueError`` (``RequestError``) for one that can never be served."""
         max_tokens = admission.check(item.prompt_token_ids, item.sampling, self.info)
         if not 1 <= item.max_tokens <= max_tokens:
-            raise admission.RequestError(f"max_tokens must be between 1 and {max_tokens}", param="max_tokens")
+            raise RequestError(f"max_tokens must be between 1 and {max_tokens}", param="max_tokens")
         request = Request.create(item, client=client, eos_ids=self._eos_ids, order=self._arrivals)
         self.scheduler.add(request)
         self._arrivals += 1

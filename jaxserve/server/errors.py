@@ -9,8 +9,8 @@ import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
-from jaxserve.engine.admission import RequestError
 from jaxserve.engine.client import EngineDeadError, EngineUnavailableError
+from jaxserve.request import RequestError
 from jaxserve.server.schemas import ErrorDetail, ErrorResponse
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from jaxserve.engine.admission import RequestError
+from jaxserve.request import RequestError
 from jaxserve.server.errors import ApiError
 
 logger = logging.getLogger(__name__)

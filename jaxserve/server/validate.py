@@ -8,9 +8,8 @@ from typing import Any
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine import admission
-from jaxserve.engine.admission import RequestError
 from jaxserve.engine.messages import ModelInfo
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest, RequestError, SamplingParams
 from jaxserve.server.parse import not_supported
 from jaxserve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from jaxserve.tokenizer import Tokenizer

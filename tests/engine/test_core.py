@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from jaxserve.engine.admission import RequestError, make_requests
+from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
-from jaxserve.request import EngineRequest, SamplingParams
+from jaxserve.request import EngineRequest, RequestError, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
