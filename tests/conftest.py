@@ -23,7 +23,7 @@ SMALL: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
     "row_buckets": (1, 4),
-    "token_buckets": (16, 64),
+    "token_buckets": (32, 64),
     "num_gpu_blocks_override": 129,
     "compilation_cache_dir": str(COMPILATION_CACHE),
 }

@@ -78,7 +78,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     raw = load_json(directory / "config.json")
     architecture = _architecture(raw)
     _refuse_unknown_variants(raw)
-    raw = {**_DEFAULTS[architecture], **{k: v for k, v in raw.items() if v is not None or k == "sliding_window"}}
+    raw = {**_DEFAULTS[architecture], **{k: v for k, v in raw.items() if v is not None or k in _NULL_MEANS}}
     hidden, heads = _integer(raw, "hidden_size"), _integer(raw, "num_attention_heads")
     kv_heads = _integer(raw, "num_key_value_heads", heads)
     if heads % kv_heads:
@@ -108,6 +108,9 @@ def load_model_config(directory: Path) -> ModelConfig:
         eos_token_ids=_ids(raw) | _ids(load_generation_config(directory)) | _tokenizer_eos(directory),
     )
 
+
+_NULL_MEANS = {"sliding_window", "num_key_value_heads"}
+"""Keys whose null is not the same as being absent: no window, and as many KV heads as heads."""
 
 # What transformers takes for a key that is absent (num_key_value_heads: absent is num_attention_heads for Llama).
 _DEFAULTS: dict[str, dict[str, Any]] = {
@@ -181,7 +184,7 @@ def _window(raw: dict[str, Any], architecture: str) -> int | None:
     window = raw.get("sliding_window")
     if window is None or raw.get("use_sliding_window") is False:
         return None
-    if not isinstance(window, int) or window < 1:
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
         raise CheckpointError(f"config.json: sliding_window must be null or a positive integer, got {window!r}")
     if architecture != "MistralForCausalLM":
         raise CheckpointError(f"config.json: sliding_window is not supported for {architecture}")
@@ -217,7 +220,9 @@ def _tokenizer_eos(directory: Path) -> frozenset[int]:
 
 
 def _integer(raw: dict[str, Any], key: str, default: int | None = None) -> int:
-    value = raw.get(key, default)
+    value = raw.get(key)
+    if value is None:
+        value = default
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise CheckpointError(f"config.json: {key} must be a positive integer, got {value!r}")
     return value

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 TOKENS_PER_ROW = 8
 MAX_PREFILL_ROWS = 64
-"""A prefill bucket of T tokens has room for about T / 8 prompts, at least one and at most 64."""
+"""A prefill bucket of T tokens has room for T / 8 prompts, at least one and at most 64."""
 
 
 @dataclass(frozen=True, order=True)
@@ -53,9 +53,7 @@ class Ladder:
         return self._prefill_rows(self.token_sizes[-1])
 
     def _prefill_rows(self, tokens: int) -> int:
-        """One of the row sizes, so that samplers are shared with decode steps."""
-        wanted = min(max(1, tokens // TOKENS_PER_ROW), MAX_PREFILL_ROWS)
-        return max((size for size in self.row_sizes if size <= wanted), default=self.row_sizes[0])
+        return min(max(1, tokens // TOKENS_PER_ROW), MAX_PREFILL_ROWS, self.max_rows)
 
     def _mixed_rows(self) -> tuple[int, ...]:
         return (0, self.max_rows)

@@ -102,8 +102,6 @@ def build(startup: Startup) -> ApiServer:
     model_directory = Path(startup.model_directory)
     tokenizer = Tokenizer.load(config.engine.tokenizer or model_directory, config.chat_template)
     defaults = sampling_defaults(model_directory, config.engine.generation_config)
-    if defaults:
-        logger.info("sampling defaults from generation_config.json: %s", defaults)
     client = EngineClient(startup.engine_address, engine_fd=startup.engine_fd)
     app = create_app(config, client, tokenizer, defaults)
     settings = uvicorn.Config(

@@ -59,15 +59,15 @@ def test_buckets_are_listed_once_and_the_largest_is_last(ladder):
 @pytest.mark.parametrize(
     ("row_sizes", "rows"),
     [
-        ((1, 4), {2: 1, 16: 1, 64: 4}),
+        ((1, 4), {2: 1, 16: 2, 64: 4}),
         ((1, 2, 4, 8, 16), {2: 1, 16: 2, 64: 8}),
-        ((3,), {2: 3, 16: 3, 64: 3}),
-        ((1, 256), {16: 1, 8192: 1}),
-        ((1, 64, 256), {16: 1, 512: MAX_PREFILL_ROWS, 8192: MAX_PREFILL_ROWS}),
+        ((3,), {2: 1, 16: 2, 64: 3}),
+        ((1, 256), {16: 2, 8192: MAX_PREFILL_ROWS}),
+        ((1, 64, 256), {16: 2, 512: MAX_PREFILL_ROWS, 8192: MAX_PREFILL_ROWS}),
     ],
 )
 def test_rows_of_a_prefill_bucket(row_sizes, rows):
-    """An eighth of the tokens, rounded down to a row size."""
+    """An eighth of the tokens, within bounds."""
     ladder = Ladder(row_sizes, tuple(rows))
     assert {b.prefill_tokens: b.prefill_rows for b in ladder.all() if b.prefill_tokens} == rows
 
