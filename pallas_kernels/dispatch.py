@@ -90,15 +90,18 @@ def prefill_attention(
     scale: float,
     window: int | None,
     backend: str,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     """Causal attention of ragged chunks: sequence s owns the queries ``query_start_loc[s]:query_start_loc[s + 1]``.
 
     They are the last of its ``seq_lens[s]`` tokens, all of which are in the cache already. ``q[T, H, D]``,
     ``block_tables[S, M]``, ``seq_lens[S]``, ``query_start_loc[S + 1]`` -> ``[T, H, D]``; rows past
-    ``query_start_loc[S]`` are padding and give zeros.
+    ``query_start_loc[S]`` are padding and give zeros. Scales as in ``decode_attention``.
     """
     run = _implementation("prefill_attention", backend)
-    return run(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale=scale, window=window)
+    options = {"scale": scale, "window": window, "k_scale": k_scale, "v_scale": v_scale}
+    return run(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, **options)
 
 
 def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> Array:

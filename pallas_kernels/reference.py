@@ -3,7 +3,7 @@
 Both walk the keys in chunks of at least ``CHUNK`` positions with an online softmax (Milakov and Gimelshein,
 arXiv:1805.02867), from a bound known at run time only, so that a step costs what its longest sequence needs and
 not what the model could hold. A chunk beyond a row's own length multiplies by exactly one and adds exactly
-zero, so a row's result does not depend on its neighbours or on padding.
+zero, so within one program a row's result does not depend on its neighbours or on padding.
 """
 
 from __future__ import annotations
@@ -102,6 +102,8 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     num_tokens, num_heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
@@ -124,6 +126,8 @@ def prefill_attention(
         def step(at: Array, state: _Softmax) -> _Softmax:
             ids = lax.dynamic_slice(tables, (seq, at * blocks), (1, blocks))[0]
             keys, values = (c[ids].reshape(chunk, kv_heads, head_dim) for c in (k_cache, v_cache))
+            if k_scale is not None and v_scale is not None:
+                keys, values = keys * k_scale[:, None], values * v_scale[:, None]
             scores = jnp.einsum("tkgd,ckd->ktgc", rows, keys, preferred_element_type=jnp.float32) * scale
             key_position = at * chunk + jnp.arange(chunk)
             seen = key_position[None] <= position[:, None]

@@ -16,8 +16,9 @@ Array = jax.Array
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, out_ptr,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
+    SCALE: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLE_WIDTH: tl.constexpr,
     SEQS: tl.constexpr, SEQS_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -64,6 +65,8 @@ def prefill_kernel(
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * SCALE
+            if SCALED:
+                scores *= tl.load(k_scale_ptr + kv_head)
             seen = key_position[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen &= key_position[None, :] > position[:, None] - WINDOW
@@ -76,6 +79,8 @@ def prefill_kernel(
             acc = acc * keep[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
             peak = new_peak
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        if SCALED:
+            acc *= tl.load(v_scale_ptr + kv_head)
         tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mine)
 
 
@@ -86,6 +91,7 @@ def plan_prefill(
     *,
     scale: float,
     window: int | None,
+    scaled: bool,
     wide: bool,
 ) -> tuple[tuple[int, int], dict[str, Any], dict[str, int]]:
     """Grid, static parameters, and launch options. ``wide``: float32 operands, at full precision in smaller tiles."""
@@ -94,7 +100,7 @@ def plan_prefill(
     seqs, table_width = tables_shape
     rows, tile = (32, 32) if wide else (128 if tokens >= 1024 else 64, 64)
     parameters = dict(
-        SCALE=scale * LOG2E, WINDOW=window or 0, TOKENS=tokens, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+        SCALE=scale * LOG2E, SCALED=scaled, WINDOW=window or 0, TOKENS=tokens, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
         DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size, TABLE_WIDTH=table_width, SEQS=seqs,
         SEQS_PAD=triton.next_power_of_2(seqs), ROWS=rows, TILE=tile, PRECISION="ieee" if wide else "tf32",
     )  # fmt: skip
@@ -113,14 +119,18 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None,
+    k_scale: Array | None = None,
+    v_scale: Array | None = None,
 ) -> Array:
     import jax_triton
 
     wide = q.dtype == jnp.float32
     grid, parameters, options = plan_prefill(
-        q.shape, k_cache.shape, block_tables.shape, scale=scale, window=window, wide=wide
+        q.shape, k_cache.shape, block_tables.shape, scale=scale, window=window, scaled=k_scale is not None, wide=wide
     )
+    ones = jnp.ones((), jnp.float32)
     return jax_triton.triton_call(
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
+        ones if k_scale is None else k_scale, ones if v_scale is None else v_scale,
         kernel=prefill_kernel, grid=grid, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), **options, **parameters,
     )  # fmt: skip

@@ -54,8 +54,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
     max_model_len = _max_model_len(config, model)
-    rows = config.row_buckets or doubling(1, max_num_seqs, 2 if on_gpu else 4)
-    tokens = config.token_buckets or doubling(min(budget, 64 if on_gpu else 32), budget, 2 if on_gpu else 4)
+    rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
+    tokens = config.token_buckets or doubling(min(budget, 128 if on_gpu else 32), budget, 4)
     ladder = Ladder(rows, tokens)
     if ladder.max_rows != max_num_seqs:
         raise ValueError(f"row_buckets must end with max_num_seqs ({max_num_seqs}), got {rows}")
@@ -84,6 +84,13 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > limit:
         raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {limit} positions")
     return config.max_model_len
+
+
+def _row_sizes(max_num_seqs: int, on_gpu: bool) -> tuple[int, ...]:
+    """On a GPU, steps of up to eight sequences cost nearly the same: all of them read the weights once."""
+    if not on_gpu or max_num_seqs <= 8:
+        return doubling(1, max_num_seqs, 4)
+    return (1, *doubling(8, max_num_seqs))
 
 
 def _backend(config: EngineConfig, on_gpu: bool) -> str:

@@ -81,13 +81,13 @@ def lone(request: pytest.FixtureRequest, llm: Callable[..., LLM]) -> tuple[str, 
     ("changes", "stagger", "preempts"),
     [
         ({}, False, False),
-        ({}, True, False),
+        ({"async_depth": 1}, True, False),
         ({"async_depth": 2}, True, False),
         ({"num_gpu_blocks_override": 12}, True, True),
         ({"num_gpu_blocks_override": 12, "async_depth": 2}, True, True),
         ({"block_size": 8, "max_num_batched_tokens": 32, "token_buckets": (8, 32)}, True, False),
     ],
-    ids=["batch", "staggered", "depth 2", "preemption", "preemption at depth 2", "small blocks and chunks"],
+    ids=["batch", "depth 1", "depth 2", "preemption", "preemption at depth 2", "small blocks and chunks"],
 )
 def test_a_request_gets_the_tokens_of_its_lone_run(lone, llm, changes, stagger, preempts):
     name, expected = lone

@@ -1,0 +1,131 @@
+"""Times the attention kernels on a GPU, beside what memory and arithmetic allow.
+
+    python bench/kernels.py [--backend triton] [--json FILE]
+
+bf16, 32 query heads, 8 KV heads, head size 128, blocks of 16 dealt in random order. A jitted function calls the kernel
+many times, each call fed by the one before and reading another of several caches, so that neither launches nor the L2
+cache flatter the figure; the time is the median over runs, a call. TB/s counts keys and values once, TFLOP/s the causal
+half of the scores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import pallas_kernels
+from bench.offline import FLOPS, READ_BYTES_S, machine
+
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+CALLS, RUNS = 24, 15
+CACHE_BYTES = 512 << 20
+"""Together, several times a GPU's L2 cache."""
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    length: int
+    peer: float
+    """FlashInfer 0.6.14's TB/s in decode, FlashAttention 3's TFLOP/s in prefill, on the same card."""
+
+    def __str__(self) -> str:
+        return f"{self.batch} x {self.length}"
+
+
+DECODE = (
+    Case(1, 32768, 3.27),
+    Case(8, 1024, 2.39),
+    Case(8, 8192, 3.83),
+    Case(32, 2048, 3.99),
+    Case(128, 512, 3.50),
+    Case(256, 2048, 4.38),
+)
+PREFILL = (Case(1, 1024, 281), Case(1, 4096, 571), Case(1, 16384, 600), Case(4, 2048, 478), Case(16, 512, 269))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--backend", default="triton", choices=pallas_kernels.backends("decode_attention"))
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    print(machine())
+    rows = []
+    for kind, cases, ceiling in (("decode", DECODE, READ_BYTES_S / 1e12), ("prefill", PREFILL, FLOPS / 1e12)):
+        unit = "TB/s" if kind == "decode" else "TFLOP/s"
+        print(f"{kind:>8} {'us':>9} {unit:>8} {'ceiling':>8} {'peer':>7}")
+        for case in cases:
+            seconds = measure(kind, case, arguments.backend)
+            rate = (kv_bytes(case) if kind == "decode" else causal_flops(case)) / seconds / 1e12
+            rows.append({"kind": kind, "case": str(case), "seconds": seconds, unit: rate, "peer": case.peer})
+            print(f"{case!s:>8} {seconds * 1e6:>9.1f} {rate:>8.2f} {ceiling:>8.2f} {case.peer:>7.2f}", flush=True)
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def kv_bytes(case: Case) -> int:
+    return 2 * case.batch * case.length * KV_HEADS * DIM * 2
+
+
+def causal_flops(case: Case) -> int:
+    return 4 * case.batch * HEADS * DIM * case.length * (case.length + 1) // 2
+
+
+def measure(kind: str, case: Case, backend: str) -> float:
+    """Seconds a call."""
+    rng = np.random.default_rng(0)
+    width = -(-case.length // BLOCK)
+    blocks = case.batch * width + 1
+    copies = max(1, min(8, CACHE_BYTES // kv_bytes(case)))
+    caches = [
+        [random_array((blocks, BLOCK, KV_HEADS, DIM), seed) for seed in (2 * i, 2 * i + 1)] for i in range(copies)
+    ]
+    tables = jnp.asarray(rng.permutation(np.arange(1, blocks)).reshape(case.batch, width).astype(np.int32))
+    lens = jnp.full(case.batch, case.length, jnp.int32)
+    options = {"scale": DIM**-0.5, "window": None, "backend": backend}
+    if kind == "decode":
+        q = random_array((case.batch, HEADS, DIM), 99)
+        call = lambda q, k, v: pallas_kernels.decode_attention(q, k, v, tables, lens, **options)  # noqa: E731
+    else:
+        q = random_array((case.batch * case.length, HEADS, DIM), 99)
+        starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.length
+        call = lambda q, k, v: pallas_kernels.prefill_attention(q, k, v, tables, lens, starts, **options)  # noqa: E731
+    return time_chain(call, q, caches)
+
+
+def random_array(shape: tuple[int, ...], seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+
+
+def time_chain(call: Callable[..., jax.Array], q: jax.Array, caches: list[list[jax.Array]]) -> float:
+    @jax.jit
+    def chain(q: jax.Array, caches: Any) -> jax.Array:
+        for index in range(CALLS):
+            q = call(q, *caches[index % len(caches)])
+        return q
+
+    for _ in range(3):
+        chain(q, caches).block_until_ready()
+    times = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        chain(q, caches).block_until_ready()
+        times.append((time.perf_counter() - start) / CALLS)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main()
