@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from typing import Any
 
@@ -13,6 +14,7 @@ from jaxserve.config import EngineConfig, ServerConfig
 
 def main(argv: list[str] | None = None) -> int:
     """``jaxserve [serve] --model DIR [flags]`` or ``jaxserve serve DIR [flags]``; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the server handles it: Ctrl-C ends this without a traceback
     argv = sys.argv[1:] if argv is None else argv
     if argv[:1] == ["serve"]:
         argv = argv[1:]

@@ -1,9 +1,20 @@
-"""How a child process learns of its parent's death: a pipe that only the parent can write to reaches its end."""
+"""Between the parent and its children.
+
+A child learns of its parent's death from a pipe that only the parent can write to: it reaches its end. And children
+do not hear SIGTERM or SIGINT, which terminals and service managers send to all processes of a command at once: the
+parent alone decides, and tells the API process by a signal of its own.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import threading
+
+DRAIN_SIGNAL = signal.SIGUSR1
+"""Parent to API process: finish what runs; the second time: end at once."""
+
+NOT_FOR_CHILDREN = {signal.SIGTERM, signal.SIGINT}
 
 
 def exit_with_parent(fd: int) -> None:

@@ -1,20 +1,21 @@
 """The sampler in Triton: thresholds by narrowing, in passes over rows that many programs share; no sort, no atomics.
 
-A row is read in chunks of fixed size, a program each, so its bits do not depend on the batch. The kernels, in order:
+A row is read in chunks of a fixed size, a program each, so that its bits do not depend on the batch. The kernels:
 
 - ``stats``: the largest and the lowest logit of each chunk.
 - ``narrow``, three times: how many tokens, or how much probability, lie at or above sixteen points. The cut (top-k's,
-  or top-p's where there is no top-k) is between two of them; the next pass looks between those. Two dozen to a few
-  thousand tokens being in question is enough: mostly one pass is, and the others return at once.
-- ``draw``: the best noisy token of those that are kept for sure, and a list of those in question.
-- ``resolve``, a program a row: the exact cuts and the best noisy token of the list. Where a list overflows (thousands of
-  equal logits at the cut, a top-k of ten thousands with top-p) it takes the whole row, which is slow but as exact.
+  or top-p's where there is no top-k) is between two of them, and the next pass looks there. With at most 2048 tokens in
+  question a row is narrow enough: mostly one pass finds it so, and the others return at once.
+- ``draw``: the best noisy token of those kept for sure, and a list of those in question.
+- ``resolve``, a program a row: the exact cuts, and the best noisy token, of the list. Where a list overflows (thousands
+  of equal logits at the cut, or top-p after a top-k of thousands) it takes the whole row: slow, but as exact.
 
 The kept set, the noise and the ties are those of ``sampling``, the reference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,7 @@ Array = jax.Array
 
 NARROWING_PASSES = 3
 POINTS = tl.constexpr(16)
-ENOUGH = tl.constexpr(2048)
-"""Narrow no further when at most so many tokens are in question."""
-TINY = tl.constexpr(1.17549435e-38)
+TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit
@@ -99,12 +98,12 @@ def stats_kernel(
 @triton.jit
 def narrow_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, stats_ptr, points_ptr, sums_ptr,
-    points_out_ptr, sums_out_ptr, FIRST: tl.constexpr,
+    points_out_ptr, sums_out_ptr, FIRST: tl.constexpr, SEGMENT: tl.constexpr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, chunks): sixteen ``points[R, 16]``, the first the least that is kept at all, and for each chunk the
-    number (for top-k) or the weight (for top-p) of the tokens at or above each, ``sums[R, chunks, 16]``. What is narrow
-    enough is handed on as it is. The FIRST pass reads neither of the two."""
+    number (for top-k) or the weight (for top-p) of the tokens at or above each, ``sums[R, chunks, 16]``. Where no
+    more than SEGMENT tokens are in question they are handed on as they are. The FIRST pass reads neither of the two."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     top_p, top_k, cut_p, cut_k = _cuts(top_p_ptr, top_k_ptr, row, VOCAB)
@@ -119,12 +118,10 @@ def narrow_kernel(
                 low = tl.maximum(low, peak - 32.0 * temperature)
             low = tl.minimum(tl.maximum(low, floor), peak)
         else:
-            low, high, wanted, at_low, at_high = _bracket(
-                points_ptr, sums_ptr, row, top_p, top_k, cut_k, CHUNKS, CHUNKS_PAD
-            )
+            low, high, _, at_low, at_high = _bracket(points_ptr, sums_ptr, row, top_p, top_k, cut_k, CHUNKS, CHUNKS_PAD)
             # All at or above the lower point if top-p comes after top-k. Else those between; of weights, at most.
             inside = at_low - tl.where(cut_k & cut_p, 0.0, at_high)
-            narrow = inside <= ENOUGH * tl.where(cut_k, 1.0, tl.exp((low - peak) * scale))
+            narrow = inside <= tl.where(cut_k, 1.0, tl.exp((low - peak) * scale)) * SEGMENT
         if narrow:
             values = tl.load(points_ptr + row * POINTS + point)
             tl.store(place, tl.load(sums_ptr + (row * CHUNKS + chunk) * POINTS + point))
@@ -182,9 +179,7 @@ def draw_kernel(
         scale = 1.0 / tl.maximum(temperature, 1e-30)
         low, sure = floor, floor
         if cut_p | cut_k:
-            low, sure, wanted, at_low, at_high = _bracket(
-                points_ptr, sums_ptr, row, top_p, top_k, cut_k, CHUNKS, CHUNKS_PAD
-            )
+            low, sure, _, _, _ = _bracket(points_ptr, sums_ptr, row, top_p, top_k, cut_k, CHUNKS, CHUNKS_PAD)
             if cut_p & cut_k:
                 sure = float("inf")
         place = row * CHUNKS + chunk
@@ -215,30 +210,213 @@ def draw_kernel(
 
 
 @triton.jit
-def _tokens(row_ptr, list_ptr, count, floor, at, SEGMENT: tl.constexpr, VOCAB: tl.constexpr, TILE: tl.constexpr):
-    """A tile of the tokens in question: ids, logits, and these as uint32 that order as the floats do. ``count[chunks]``
-    of each segment of the list, or none of it: then they are the row's."""
-    slot = at + tl.arange(0, TILE)
-    end = tl.cumsum(count, 0)
-    before = slot[:, None] >= end[None, :]
-    segment = tl.sum(before.to(tl.int32), 1)
-    there = slot - tl.sum(tl.where(before, count[None, :], 0), 1)
-    listed = tl.sum(count, 0)
-    inside = slot < tl.where(listed > 0, listed, VOCAB)
-    ids = tl.load(list_ptr + segment * SEGMENT + there, mask=inside & (listed > 0), other=VOCAB)
-    ids = tl.where(listed > 0, ids, slot)
-    x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
-    x = tl.where(x >= floor, x, float("-inf"))
-    bits = x.to(tl.int32, bitcast=True)
-    return ids, x, tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+def _gather(row_ptr, list_ptr, count, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr, TILE: tl.constexpr):
+    """The tokens in question in one piece, in the order of their ids: logits and ids."""
+    end, total = tl.cumsum(count, 0), tl.sum(count, 0)
+    for at in range(0, total, TILE):
+        slot = at + tl.arange(0, TILE)
+        before = (slot[:, None] >= end[None, :]).to(tl.int32)  # the segments that lie before
+        segment, there = tl.sum(before, 1), slot - tl.sum(before * count[None, :], 1)
+        ids = tl.load(list_ptr + segment * SEGMENT + there, mask=slot < total, other=0)
+        tl.store(ids_ptr + slot, ids, mask=slot < total)
+        tl.store(tokens_ptr + slot, tl.load(row_ptr + ids, mask=slot < total), mask=slot < total)
+    tl.debug_barrier()  # other threads of the program read them
+    return total
 
 
 @triton.jit
-def _within(keys, threshold, room, ties, VOCAB: tl.constexpr):
-    """Which keys are over the threshold or among the first ``room`` equal to it, and the equal ones seen so far."""
+def _load(tokens_ptr, at, total, floor, TILE: tl.constexpr):
+    """A tile's logits (none under the floor), and these as uint32 that order as the floats do."""
+    slot = at + tl.arange(0, TILE)
+    x = tl.load(tokens_ptr + slot, mask=slot < total, other=float("-inf"))
+    x = tl.where(x >= floor, x, float("-inf"))
+    bits = x.to(tl.int32, bitcast=True)
+    return x, tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _within(keys, threshold, room, ties):
+    """Which keys are over the threshold or among the first ``room`` equal to it, and the equal ones seen so far.
+    Negative room is for all."""
     kept = keys >= threshold
-    if room < VOCAB:
+    if room >= 0:
         equal = (keys == threshold).to(tl.int32)
         kept = (keys > threshold) | ((equal == 1) & (ties + tl.cumsum(equal, 0) <= room))
         ties += tl.sum(equal, 0)
     return kept, ties
+
+
+@triton.jit
+def _amounts(x, keys, peak, scale, k_threshold, k_room, ties, WEIGH: tl.constexpr):
+    """What each token of a tile counts: one, or its weight if top-k keeps it; and top-k's ties seen so far."""
+    if WEIGH:
+        kept, ties = _within(keys, k_threshold, k_room, ties)
+        amount = tl.where(kept, tl.exp((x - peak) * scale), 0.0)
+    else:
+        amount = tl.where(x > float("-inf"), 1.0, 0.0)
+    return amount, ties
+
+
+@triton.jit
+def _threshold(
+    tokens_ptr, total, floor, wanted, peak, scale, k_threshold, k_room, WEIGH: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The largest key at or above which ``wanted`` lies, and how many tokens equal to it are needed (negative: all).
+    Four bits at a time."""
+    found = tl.full([], 0, tl.uint32)
+    step = tl.arange(0, POINTS)
+    for digit in range(0, 8):
+        shift = 28 - 4 * digit
+        candidates = found | (step << shift).to(tl.uint32)
+        sums = tl.zeros([POINTS, TILE], tl.float32)
+        ties = tl.full([], 0, tl.int32)
+        for at in range(0, total, TILE):
+            x, keys = _load(tokens_ptr, at, total, floor, TILE)
+            amount, ties = _amounts(x, keys, peak, scale, k_threshold, k_room, ties, WEIGH)
+            sums += tl.where(keys[None, :] >= candidates[:, None], 1.0, 0.0) * amount[None, :]
+        # Candidates grow and their sums fall: the last that is enough is the one.
+        best = tl.max(tl.where(tl.sum(sums, 1) >= wanted, step, 0), 0)
+        found |= (best << shift).to(tl.uint32)
+    above, single = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    equal, ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+    for at in range(0, total, TILE):
+        x, keys = _load(tokens_ptr, at, total, floor, TILE)
+        amount, ties = _amounts(x, keys, peak, scale, k_threshold, k_room, ties, WEIGH)
+        above += tl.sum(tl.where(keys > found, amount, 0.0), 0)
+        single = tl.maximum(single, tl.max(tl.where(keys == found, amount, 0.0), 0))
+        equal += tl.sum((keys == found).to(tl.int32), 0)
+    room = tl.maximum(tl.ceil((wanted - above) / tl.where(single > 0.0, single, 1.0)), 1.0)
+    return found, tl.where(room < equal.to(tl.float32), room, -1.0).to(tl.int32)
+
+
+@triton.jit
+def resolve_kernel(
+    logits_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
+    stats_ptr, argmax_ptr, points_ptr, sums_ptr, score_ptr, best_ptr, count_ptr, list_ptr,
+    out_ptr, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid (R,): a token id a row. ``tokens[R, CAPACITY]`` and ``ids[R, CAPACITY]`` are scratch."""
+    row, chunk = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
+    temperature = tl.load(temperature_ptr + row)
+    here, place = chunk < CHUNKS, row * CHUNKS + chunk
+    if temperature > 0.0:
+        top_p, top_k, cut_p, cut_k = _cuts(top_p_ptr, top_k_ptr, row, VOCAB)
+        scores = tl.load(score_ptr + place, mask=here, other=float("-inf"))
+        score = tl.max(scores, 0)
+        best = tl.min(tl.where(scores == score, tl.load(best_ptr + place, mask=here, other=VOCAB), VOCAB), 0)
+        if cut_p | cut_k:
+            peak, floor, _ = _range(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
+            scale = 1.0 / tl.maximum(temperature, 1e-30)
+            _, _, wanted, _, at_high = _bracket(points_ptr, sums_ptr, row, top_p, top_k, cut_k, CHUNKS, CHUNKS_PAD)
+            count = tl.load(count_ptr + place, mask=here, other=0)
+            row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
+            listed = (tl.max(count, 0) <= SEGMENT) & (tl.sum(count, 0) <= CAPACITY)
+            source_ptr, source_ids_ptr, total = row_ptr, ids_ptr + row * CAPACITY, VOCAB
+            if listed:
+                source_ptr = tokens_ptr + row * CAPACITY
+                list_row_ptr = list_ptr + row.to(tl.int64) * CHUNKS * SEGMENT
+                total = _gather(row_ptr, list_row_ptr, count, source_ptr, source_ids_ptr, SEGMENT, TILE)
+                wanted -= tl.where(cut_p & cut_k, 0.0, at_high)
+            k_threshold, p_threshold = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
+            k_room, p_room = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
+            if cut_k:
+                k_threshold, k_room = _threshold(
+                    source_ptr, total, floor, wanted, peak, scale, k_threshold, k_room, False, TILE
+                )
+            if cut_p:
+                if cut_k:
+                    mass = 0.0
+                    ties = tl.full([], 0, tl.int32)
+                    for at in range(0, total, TILE):
+                        x, keys = _load(source_ptr, at, total, floor, TILE)
+                        amount, ties = _amounts(x, keys, peak, scale, k_threshold, k_room, ties, True)
+                        mass += tl.sum(amount, 0)
+                    wanted = top_p * mass
+                wanted = tl.maximum(wanted, TINY)  # never zero: the best token stays
+                p_threshold, p_room = _threshold(
+                    source_ptr, total, floor, wanted, peak, scale, k_threshold, k_room, True, TILE
+                )
+            k_ties, p_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
+            for at in range(0, total, TILE):
+                x, keys = _load(source_ptr, at, total, floor, TILE)
+                ids = at + tl.arange(0, TILE)
+                if listed:
+                    ids = tl.load(source_ids_ptr + ids, mask=ids < total, other=VOCAB)
+                in_k, k_ties = _within(keys, k_threshold, k_room, k_ties)
+                in_p, p_ties = _within(keys, p_threshold, p_room, p_ties)
+                a, b, c, d = _random(seeds_ptr, positions_ptr, choices_ptr, row, ids // 4)
+                bits = tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d))
+                noisy = tl.where(in_k & in_p, _noisy(bits, x, peak, scale), float("-inf"))
+                highest = tl.max(noisy, 0)
+                first = tl.min(tl.where(noisy == highest, ids, VOCAB), 0)
+                best = tl.where((highest > score) | ((highest == score) & (first < best)), first, best)
+                score = tl.maximum(score, highest)
+    else:
+        peaks = tl.load(stats_ptr + row * 2 * CHUNKS + chunk, mask=here, other=float("-inf"))
+        ids = tl.load(argmax_ptr + place, mask=here, other=VOCAB)
+        best = tl.min(tl.where(peaks == tl.max(peaks, 0), ids, VOCAB), 0)
+    tl.store(out_ptr + row, tl.minimum(best, VOCAB - 1))  # an id, whatever became of the logits
+
+
+@dataclass(frozen=True)
+class SamplingPlan:
+    """Launch parameters, from shapes alone."""
+
+    rows: int
+    shared: dict[str, int]  # of all kernels
+    segment: int = 2048  # so few tokens in question are narrow enough; and what a chunk's list takes
+    capacity: int = 4096  # what a row's takes
+    resolve_tile: int = 256
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.rows, self.shared["CHUNKS"]
+
+
+def plan_sampling(rows: int, vocab: int, chunk: int = 8192, tile: int = 1024) -> SamplingPlan:
+    """The chunks depend on the vocabulary alone, so that a row's sums are the same bits in any batch."""
+    chunks = triton.cdiv(vocab, chunk)
+    shared = dict(VOCAB=vocab, CHUNK=chunk, TILE=tile, CHUNKS=chunks, CHUNKS_PAD=triton.next_power_of_2(chunks))
+    return SamplingPlan(rows, shared)
+
+
+def run_kernels(call: Callable[..., Any], plan: SamplingPlan, logits: Any, rows: SamplingRows, positions: Any) -> Any:
+    """The kernels in order. ``call(kernel, grid, operands, out, **parameters)`` runs one and returns its results, which
+    ``out`` describes: a dtype and a shape each."""
+    count, chunks = plan.grid
+    cuts = (rows.temperature, rows.top_p, rows.min_p, rows.top_k)
+    noise = (rows.seeds, rows.choices, positions)
+    floats, ids = jnp.float32, jnp.int32
+    stats, argmax = call(
+        stats_kernel, plan.grid, (logits,), [(floats, (count, 2, chunks)), (ids, (count, chunks))], **plan.shared
+    )
+    measured = (stats, stats)  # of the first pass's two, neither is read
+    for index in range(NARROWING_PASSES):
+        measured = call(
+            narrow_kernel, plan.grid, (logits, *cuts, stats, *measured),
+            [(floats, (count, POINTS.value)), (floats, (count, chunks, POINTS.value))], FIRST=index == 0,
+            SEGMENT=plan.segment, **plan.shared,
+        )  # fmt: skip
+    drawn = call(
+        draw_kernel, plan.grid, (logits, *cuts, *noise, stats, *measured),
+        [(floats, (count, chunks)), *[(ids, (count, chunks))] * 2, (ids, (count, chunks, plan.segment))],
+        SEGMENT=plan.segment, **plan.shared,
+    )  # fmt: skip
+    tokens, *_ = call(
+        resolve_kernel, (count,), (logits, *cuts, *noise, stats, argmax, *measured, *drawn),
+        [(ids, (count,)), (floats, (count, plan.capacity)), (ids, (count, plan.capacity))],
+        SEGMENT=plan.segment, CAPACITY=plan.capacity, **{**plan.shared, "TILE": plan.resolve_tile},
+    )  # fmt: skip
+    return tokens
+
+
+def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
+    import jax_triton
+
+    def call(kernel: Any, grid: Any, operands: Any, out: Any, **parameters: Any) -> Any:
+        types = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in out]
+        return jax_triton.triton_call(*operands, kernel=kernel, grid=grid, num_warps=8, out_type=types, **parameters)
+
+    result: Array = run_kernels(call, plan_sampling(*logits.shape), logits, rows, positions)
+    return result

@@ -1,7 +1,7 @@
 """The engine process: the synchronous engine behind a ZeroMQ socket that its own loop polls.
 
-``python -m jaxserve.engine.process`` reads its task as JSON from standard input. It ignores SIGINT, dies with its
-parent, and holds the write end of a pipe, so that everybody who reads the other end sees it die, whatever the cause.
+``python -m jaxserve.engine.process`` reads its task as JSON from standard input. It hears neither SIGINT nor SIGTERM,
+dies with its parent, and holds the write end of a pipe, so that whoever reads the other end sees it die.
 """
 
 from __future__ import annotations

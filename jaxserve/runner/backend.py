@@ -14,7 +14,10 @@ def configure(config: EngineConfig) -> None:
     import jax
 
     cache = Path(config.compilation_cache_dir or cache_root() / "xla")
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--compilation-cache-dir: cannot make {cache}: {error.strerror}") from None
     jax.config.update("jax_compilation_cache_dir", str(cache))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

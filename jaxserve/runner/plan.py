@@ -58,9 +58,9 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
     tokens = config.token_buckets or doubling(min(budget, 128 if on_gpu else 32), budget, 4)
     ladder = Ladder(rows, tokens)
     if ladder.max_rows != max_num_seqs:
-        raise ValueError(f"row_buckets must end with max_num_seqs ({max_num_seqs}), got {rows}")
+        raise ValueError(f"--row-buckets must end with --max-num-seqs ({max_num_seqs}), got {rows}")
     if ladder.token_sizes[-1] != budget:
-        raise ValueError(f"token_buckets must end with max_num_batched_tokens ({budget}), got {tokens}")
+        raise ValueError(f"--token-buckets must end with --max-num-batched-tokens ({budget}), got {tokens}")
     return Plan(
         dtype=_dtype(config, model, on_gpu),
         max_model_len=max_model_len,

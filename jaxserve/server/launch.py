@@ -20,7 +20,7 @@ import msgspec
 
 from jaxserve import logs
 from jaxserve.config import ServerConfig
-from jaxserve.demo import demo_model_directory
+from jaxserve.lifeline import DRAIN_SIGNAL, NOT_FOR_CHILDREN
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +65,8 @@ class _StopSignals:
 
 def _model_directory(config: ServerConfig) -> Path:
     if config.engine.model == "demo":
+        from jaxserve.demo import demo_model_directory  # not before it is needed: numpy and tokenizers take their time
+
         return demo_model_directory(progress=logger.info)
     directory = Path(config.engine.model)
     if not (directory / "config.json").is_file():
@@ -75,9 +77,13 @@ def _model_directory(config: ServerConfig) -> Path:
 def _listen(config: ServerConfig) -> socket.socket:
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+        listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
     except OSError as error:
-        raise OSError(f"cannot listen on {config.host}:{config.port}: {error.strerror or error}") from None
+        reason = os.strerror(error.errno) if error.errno else str(error)
+        raise OSError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
+    host, port = listener.getsockname()[:2]
+    logger.info("listening on http://%s:%d; /health answers 503 until the model is ready", host, port)
+    return listener
 
 
 @contextlib.contextmanager
@@ -149,10 +155,10 @@ class _Children:
         if stop.interrupted:
             seconds = min(seconds, INTERRUPT_DRAIN_SECONDS)
         logger.info("stopping; running requests have %.0f s to finish", seconds)
-        self.api.terminate()
+        self.api.send_signal(DRAIN_SIGNAL)
         _wait(self.api, seconds, stop)
         if self.api.poll() is None:
-            self.api.terminate()  # the second time it ends its streams with an error
+            self.api.send_signal(DRAIN_SIGNAL)  # the second time it ends its streams with an error
             _wait(self.api, 3.0, None)
         if (code := self.engine.poll()) is not None:
             logger.error("the engine process %s while the server was stopping", _death(code))
@@ -160,15 +166,13 @@ class _Children:
         return 0
 
     def kill(self) -> None:
-        for child in (self.api, self.engine):
-            if child.poll() is None:
-                child.terminate()
+        """End what still runs; nothing is left behind."""
+        os.close(self._parent_write)  # which tells them that there is no parent any more
         for child in (self.api, self.engine):
             _wait(child, 2.0, None)
             if child.poll() is None:
                 child.kill()
                 child.wait()
-        os.close(self._parent_write)
 
 
 def _death(code: int) -> str:
@@ -188,13 +192,13 @@ def _wait(child: subprocess.Popen[bytes], seconds: float, stop: _StopSignals | N
 
 
 def _spawn(module: str, task: dict[str, object], fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
-    # Blocked signals stay blocked over exec: Ctrl-C in the terminal reaches the parent alone, from the child's first
-    # instruction on; and one that comes meanwhile waits for the parent, where an ignored one would be lost.
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Blocked signals stay blocked over exec: they reach the parent alone, from the child's first instruction on; and
+    # one that comes meanwhile waits for the parent, where an ignored one would be lost.
+    signal.pthread_sigmask(signal.SIG_BLOCK, NOT_FOR_CHILDREN)
     try:
         child = subprocess.Popen([sys.executable, "-m", module], stdin=subprocess.PIPE, pass_fds=fds)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, NOT_FOR_CHILDREN)
     assert child.stdin is not None
     with contextlib.suppress(BrokenPipeError), child.stdin as pipe:
         pipe.write(msgspec.json.encode(task))

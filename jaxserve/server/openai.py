@@ -9,12 +9,14 @@ from typing import Any
 import msgspec
 from litestar import Request, Response, get, post
 from litestar.connection import ASGIConnection
+from litestar.exceptions import InternalServerException
 from litestar.handlers.base import BaseRouteHandler
 from litestar.response import Stream
 
 from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
+from jaxserve.server.errors import ClientDisconnectedError
 from jaxserve.server.generation import Generation, make_choices, unless_disconnected
 from jaxserve.server.parse import check_content_type, check_model, parse_body, unknown_model
 from jaxserve.server.protocol import ChatDialect, CompletionDialect, Dialect, stream_events
@@ -100,7 +102,10 @@ async def detokenize(request: Request[Any, Any, Any]) -> Response[bytes]:
 async def read_body[T](request: Request[Any, Any, Any], kind: type[T], context: ServerContext) -> T:
     """The typed body of a request for a model that is served here."""
     check_content_type(request.headers.get("content-type"))
-    raw = await request.body()
+    try:
+        raw = await request.body()
+    except InternalServerException:  # Litestar's word for a client that left before it had sent all
+        raise ClientDisconnectedError("the client closed the connection") from None
     body = await off_loop(request, lambda: parse_body(raw, kind))
     check_model(getattr(body, "model", None), context.config.model_names)
     return body

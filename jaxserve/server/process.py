@@ -21,7 +21,7 @@ from jaxserve import logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient, EngineUnavailableError
 from jaxserve.engine.defaults import sampling_defaults
-from jaxserve.lifeline import exit_with_parent
+from jaxserve.lifeline import DRAIN_SIGNAL, exit_with_parent
 from jaxserve.server.access import AccessLog
 from jaxserve.server.app import create_app
 from jaxserve.server.context import ServerContext
@@ -48,7 +48,7 @@ class Startup(msgspec.Struct, kw_only=True):
 
 
 class ApiServer(uvicorn.Server):
-    """uvicorn that on SIGTERM first lets running requests finish, with the socket still answering."""
+    """uvicorn that, told to stop, first lets running requests finish, with the socket still answering."""
 
     def __init__(self, config: uvicorn.Config, context: ServerContext) -> None:
         super().__init__(config)
@@ -60,14 +60,16 @@ class ApiServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """In the place of uvicorn's own handlers, which would close the socket first."""
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, self.begin_drain)
+        for number in (signal.SIGTERM, DRAIN_SIGNAL):
+            loop.add_signal_handler(number, self.begin_drain)
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in (signal.SIGTERM, DRAIN_SIGNAL):
+                loop.remove_signal_handler(number)
 
     def begin_drain(self) -> None:
-        """The first SIGTERM; a second one means that the time is up."""
+        """The first signal; a second one means that the time is up."""
         if self._drain_task is None:
             self._drain_task = asyncio.create_task(self._drain())
         else:
@@ -76,7 +78,7 @@ class ApiServer(uvicorn.Server):
     async def _drain(self) -> None:
         self._context.draining = True
         timeout = self._context.config.shutdown_timeout
-        logger.info("shutting down: %d requests may finish within %g s", self._num_running, timeout)
+        logger.info("shutting down: %d requests are running", self._num_running)
         await self._until_idle(timeout)
         if self._num_running:
             logger.warning("shutting down: %d requests are cut off", self._num_running)
@@ -115,8 +117,9 @@ def build(startup: Startup) -> ApiServer:
 
 
 def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent too, which decides
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
+    for number in (signal.SIGTERM, DRAIN_SIGNAL):
+        signal.signal(number, lambda *_: sys.exit(0))  # until there is something to drain
     startup = msgspec.json.decode(sys.stdin.buffer.read(), type=Startup)
     logs.setup(startup.config.log_level, startup.config.log_json)
     exit_with_parent(startup.parent_fd)

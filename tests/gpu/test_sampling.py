@@ -20,11 +20,14 @@ def test_both_choose_the_same_tokens(vocab: int):
     rows = 512
     logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
     logits[::2] = np.asarray(jnp.asarray(logits[::2], jnp.bfloat16).astype(jnp.float32))
+    logits[1::4] /= 3  # flat: with top-p, narrowing takes several passes
+    logits[3::16, -64:] = -1e9
+    logits[:8] = 2.0  # equal ones overflow the lists
     settings = SamplingRows(
         rng.choice([0.0, 0.7, 1.0, 1.5], rows).astype(np.float32),
-        rng.choice([0.0, 0.3, 0.9, 1.0], rows).astype(np.float32),
+        rng.choice([0.0, 0.3, 0.9, 0.999, 1.0], rows).astype(np.float32),
         rng.choice([0.0, 0.05], rows).astype(np.float32),
-        rng.choice([0, -1, 1, 5, 50, vocab + 1], rows).astype(np.int32),
+        rng.choice([0, -1, 1, 5, 50, 300, vocab + 1], rows).astype(np.int32),
         rng.integers(-(2**31), 2**31, (rows, 2)).astype(np.int32),
         rng.integers(0, 5, rows).astype(np.int32),
     )

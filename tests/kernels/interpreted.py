@@ -3,6 +3,7 @@ since TRITON_INTERPRET is read when triton is imported and holds for the whole p
 
 from __future__ import annotations
 
+import dataclasses
 import os
 
 import jax
@@ -95,23 +96,112 @@ def test_prefill(name: str):
     np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window), atol=1e-5)
 
 
-def test_sampling_chooses_the_references_tokens():
-    """Every combination of cuts, on logits with many ties (rounded to bfloat16) and with few."""
+def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan) -> tuple[np.ndarray, list]:
+    """The tokens, and what each kernel wrote. ``plan``: sizes, so small that a short row is work for all."""
+    written = []
+
+    def call(kernel, grid, operands, out, **parameters):
+        results = [Argument(np.full(shape, POISON if dtype == jnp.float32 else -7, dtype)) for dtype, shape in out]
+        operands = (o if isinstance(o, Argument) else Argument(o) for o in operands)
+        kernel[grid](*operands, *results, **parameters)
+        written.append([result.array for result in results])
+        return results
+
+    chunks = {name: plan.pop(name) for name in ("chunk", "tile")}
+    shapes = dataclasses.replace(triton_sampling.plan_sampling(*logits.shape, **chunks), **plan)
+    return triton_sampling.run_kernels(call, shapes, logits, rows, positions).array, written
+
+
+def random_rows(rng: np.random.Generator, count: int, **given) -> sampling.SamplingRows:
+    """Every combination of cuts, or ``given`` ones."""
+    columns = {
+        "temperature": rng.choice([0.0, 0.7, 1.0, 1.5], count, p=[0.1, 0.3, 0.3, 0.3]).astype(np.float32),
+        "top_p": rng.choice([0.0, 0.3, 0.9, 0.999, 1.0], count).astype(np.float32),
+        "min_p": rng.choice([0.0, 0.05], count).astype(np.float32),
+        "top_k": rng.choice([0, -1, 1, 5, 50, 1600], count).astype(np.int32),
+        "seeds": rng.integers(-(2**31), 2**31, (count, 2)).astype(np.int32),
+        "choices": rng.integers(0, 5, count).astype(np.int32),
+    }
+    columns.update((name, np.full(count, value, columns[name].dtype)) for name, value in given.items())
+    return sampling.SamplingRows(**columns)
+
+
+def row_of(kind: str, rng: np.random.Generator, vocab: int) -> np.ndarray:
+    normal = rng.standard_normal(vocab)
+    match kind:
+        case "flat":
+            normal[:] = 2.0
+        case "ties":  # of bfloat16, 8 bits of mantissa
+            normal = np.asarray(jnp.asarray(normal * 3, jnp.bfloat16), np.float32)
+        case "two values":
+            normal = np.where(rng.random(vocab) < 0.3, 1.5, -0.25)
+        case "peaked":
+            normal[rng.integers(vocab)] = 40.0
+        case "wide":
+            normal = rng.uniform(-1e4, 1e4, vocab)
+        case "masked":
+            normal[-100:], normal[rng.random(vocab) < 0.01] = -1e9, -3e4
+        case "infinite":  # a mask that leaves fewer than fifty
+            normal[rng.random(vocab) > 0.02] = -np.inf
+        case "broad":
+            normal *= 3
+    return normal.astype(np.float32)
+
+
+KINDS = ("normal", "broad", "ties", "flat", "two values", "peaked", "wide", "masked", "infinite")
+
+
+@pytest.mark.parametrize(("chunk", "segment"), [(1024, 8), (256, 100)])
+def test_sampling_chooses_the_references_tokens(chunk: int, segment: int):
+    """Every combination of cuts on every kind of row, in one chunk and in several; where lists are short, many rows go
+    the slow way."""
     rng = np.random.default_rng(0)
-    rows, vocab = 40, 1501
-    logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
-    logits[::2] = np.asarray(jnp.asarray(logits[::2], jnp.bfloat16).astype(jnp.float32))
-    temperature = rng.choice([0.0, 0.7, 1.0, 1.5], rows).astype(np.float32)
-    top_p = rng.choice([0.0, 0.3, 0.9, 1.0], rows).astype(np.float32)
-    min_p = rng.choice([0.0, 0.05], rows).astype(np.float32)
-    top_k = rng.choice([0, -1, 1, 5, 50, 1600], rows).astype(np.int32)
-    seeds = rng.integers(-(2**31), 2**31, (rows, 2)).astype(np.int32)
-    choices = rng.integers(0, 5, rows).astype(np.int32)
-    positions = rng.integers(0, 9000, rows).astype(np.int32)
-    out = Argument(np.full(rows, -7, np.int32))
-    operands = (logits, temperature, top_p, min_p, top_k, seeds, choices, positions)
-    triton_sampling.sample_kernel[(rows,)](*map(Argument, operands), out, VOCAB=vocab, TILE=512)
-    expected = jax.jit(sampling.sample)(
-        logits, sampling.SamplingRows(temperature, top_p, min_p, top_k, seeds, choices), positions
+    count, vocab = 4 * len(KINDS), 601
+    logits = np.stack([row_of(KINDS[row % len(KINDS)], rng, vocab) for row in range(count)])
+    rows, positions = random_rows(rng, count), rng.integers(0, 9000, count).astype(np.int32)
+    got, _ = sample(logits, rows, positions, chunk=chunk, tile=256, segment=segment, capacity=3 * segment)
+    expected = np.asarray(jax.jit(sampling.sample)(logits, rows, positions))
+    wrong = np.flatnonzero(got != expected)
+    assert not len(wrong), [(KINDS[w % len(KINDS)], [column[w] for column in rows], got[w], expected[w]) for w in wrong]
+
+
+def test_sampling_where_each_kept_token_is_likely():
+    """One token too many or too few shows: three values on few tokens, so hot that all weigh about the same."""
+    rng = np.random.default_rng(3)
+    count, vocab = 60, 12
+    logits = rng.integers(0, 3, (count, vocab)).astype(np.float32)
+    rows = random_rows(rng, count, temperature=100.0)._replace(
+        top_p=rng.choice([0.31, 0.57, 1.0, 1.0], count).astype(np.float32),
+        top_k=rng.choice([0, 0, 2, 3, 5], count).astype(np.int32),
+        min_p=rng.choice([0.0, 0.0, 0.985, 0.995], count).astype(np.float32),
     )
-    np.testing.assert_array_equal(out.array, expected)
+    positions = np.arange(count, dtype=np.int32)
+    got, _ = sample(logits, rows, positions, chunk=256, tile=256, segment=4)
+    np.testing.assert_array_equal(got, jax.jit(sampling.sample)(logits, rows, positions))
+
+
+@pytest.mark.parametrize(("given", "segment"), [(dict(top_k=50), 20), (dict(top_p=0.9), 100)])
+def test_sampling_narrows_until_few_tokens_are_in_question(given: dict, segment: int):
+    rng = np.random.default_rng(1)
+    rows = random_rows(rng, 2, **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, **given})
+    logits = np.stack([row_of("normal", rng, 3000) for _ in range(2)])
+    positions = np.zeros(2, np.int32)
+    got, (_, first, second, third, drawn, _) = sample(logits, rows, positions, chunk=1024, tile=512, segment=segment)
+    np.testing.assert_array_equal(got, jax.jit(sampling.sample)(logits, rows, positions))
+    assert (first[0] != second[0]).any() and (second[0] == third[0]).all()  # the second pass suffices, the third rests
+    counts, listed = drawn[2:]
+    assert (counts.sum(1) > 0).all() and (counts.sum(1) <= segment).all()
+    assert (np.sort(listed[0, 0, : counts[0, 0]]) == listed[0, 0, : counts[0, 0]]).all()
+
+
+def test_a_rows_sums_are_the_same_bits_in_any_batch():
+    rng = np.random.default_rng(2)
+    rows, positions = random_rows(rng, 3, temperature=1.0, top_p=0.9, top_k=0), np.arange(3, dtype=np.int32)
+    logits = np.stack([row_of("normal", rng, 700) for _ in range(3)])
+    plan = dict(chunk=256, tile=256, segment=20)
+    together, written = sample(logits, rows, positions, **plan)
+    last = sampling.SamplingRows(*(column[2:] for column in rows))
+    alone, written_alone = sample(logits[2:], last, positions[2:], **plan)
+    assert together[2] == alone[0]
+    for a, b in zip(written[3], written_alone[3], strict=True):  # of the last narrowing pass
+        np.testing.assert_array_equal(a[2], b[0])
