@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import reference
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -16,6 +15,10 @@ Array = jax.Array
 # Operation -> implementation -> where it is; modules are imported when first asked for, since triton is large and
 # not everywhere.
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "rope_and_write": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_rope",
+    },
     "decode_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_decode",
@@ -47,9 +50,16 @@ def _implementation(operation: str, backend: str) -> Callable[..., Any]:
     return run
 
 
-def write_kv(k_cache: Array, v_cache: Array, k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
-    """Put the keys and values ``[T, K, D]`` of T tokens at ``slots[T]`` (block * B + offset) of the caches."""
-    return reference.write_kv(k_cache, v_cache, k, v, slots)
+def rope_and_write(
+    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array, *, backend: str
+) -> tuple[Array, Array, Array]:
+    """Turn queries and keys by their positions, and put keys and values into the cache.
+
+    ``qkv[T, K, G + 2, D]`` holds for each KV head its G query heads, the key and the value; ``cos`` and ``sin``,
+    float32 ``[T, D / 2]``, turn element i with i + D / 2; ``slots[T]`` are places in the caches, block * B + offset.
+    Gives ``q[T, K * G, D]`` and the caches, which are written in place.
+    """
+    return _implementation("rope_and_write", backend)(qkv, cos, sin, k_cache, v_cache, slots)
 
 
 def decode_attention(

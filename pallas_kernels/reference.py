@@ -43,6 +43,23 @@ class _Softmax(NamedTuple):
         return self.accumulator / jnp.where(self.total == 0.0, 1.0, self.total)[..., None]
 
 
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotary embedding of ``x[T, heads, D]``, element i paired with i + D / 2 (Su et al., arXiv:2104.09864)."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
+
+
+def rope_and_write(
+    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array
+) -> tuple[Array, Array, Array]:
+    tokens, kv_heads, lanes, head_dim = qkv.shape
+    groups = lanes - 2
+    q = rotate(qkv[:, :, :groups].reshape(tokens, kv_heads * groups, head_dim), cos, sin)
+    k = rotate(qkv[:, :, groups], cos, sin)
+    return q, *write_kv(k_cache, v_cache, k, qkv[:, :, groups + 1], slots)
+
+
 def write_kv(k_cache: Array, v_cache: Array, k: Array, v: Array, slots: Array) -> tuple[Array, Array]:
     def put(cache: Array, rows: Array) -> Array:
         flat = cache.reshape(-1, *cache.shape[2:])

@@ -61,48 +61,51 @@ class AttentionSpec:
 
 def attend(
     spec: AttentionSpec,
-    q: Array,
-    k: Array,
-    v: Array,
+    qkv: Array,
+    rope: tuple[Array, Array],
     cache: tuple[Array, Array],
     inputs: AttentionInputs,
     window: int | None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """``q[T, H, D]``, ``k`` and ``v[T, K, D]`` of this step -> attention ``[T, H, D]`` and the new cache."""
+    """``qkv[T, K, G + 2, D]`` of this step and the rotary ``cos`` and ``sin[T, D / 2]`` -> attention ``[T, K, G, D]``,
+    and the cache with this step's keys and values in it."""
 
     def local(
-        q: Array, k: Array, v: Array, cache: tuple[Array, Array], at: AttentionInputs
+        qkv: Array, cache: tuple[Array, Array], rope: tuple[Array, Array], at: AttentionInputs
     ) -> tuple[Array, tuple[Array, Array]]:
-        cache = pallas_kernels.write_kv(*cache, k, v, at.slot_mapping)
+        q, keys, values = pallas_kernels.rope_and_write(qkv, *rope, *cache, at.slot_mapping, backend=spec.backend)
         split = at.decode_seq_lens.shape[0]
         options = _Options(scale=spec.scale, window=window, backend=spec.backend)
         parts = []
         if split:
             parts.append(
                 pallas_kernels.decode_attention(
-                    q[:split], *cache, at.decode_block_tables, at.decode_seq_lens, **options
+                    q[:split], keys, values, at.decode_block_tables, at.decode_seq_lens, **options
                 )
             )
         if q.shape[0] > split:
             parts.append(
                 pallas_kernels.prefill_attention(
                     q[split:],
-                    *cache,
+                    keys,
+                    values,
                     at.prefill_block_tables,
                     at.prefill_seq_lens,
                     at.query_start_loc,
                     **options,
                 )
             )
-        return jnp.concatenate(parts) if len(parts) > 1 else parts[0], cache
+        attended = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+        tokens, kv_heads, lanes, dim = qkv.shape
+        return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values)
 
-    heads = P(None, "tp", None)
+    by_head = P(None, "tp")
     both = (CACHE_SPEC, CACHE_SPEC)
     run = jax.shard_map(
         local,
         mesh=spec.mesh,
-        in_specs=(heads, heads, heads, both, P()),
-        out_specs=(heads, both),
+        in_specs=(by_head, both, P(), P()),
+        out_specs=(by_head, both),
         check_vma=False,
     )
-    return run(q, k, v, cache, inputs)
+    return run(qkv, cache, rope, inputs)

@@ -13,9 +13,12 @@ from jaxserve.models.config import RopeConfig
 Array = jax.Array
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None, *, contract: int = 1) -> Array:
-    """The last ``contract`` axes of ``x`` against the first of ``weight``; every matmul of a layer is one of these."""
-    y = jnp.tensordot(x, weight, axes=contract)
+def linear(
+    x: Array, weight: Array, bias: Array | None = None, *, contract: int = 1, dtype: jnp.dtype | None = None
+) -> Array:
+    """The last ``contract`` axes of ``x`` against the first of ``weight``; every matmul of a model is one of these.
+    ``dtype``: what it is accumulated in and given as, if not x's."""
+    y = jnp.tensordot(x, weight, axes=contract, preferred_element_type=dtype)
     return y if bias is None else y + bias
 
 
@@ -46,13 +49,6 @@ def _llama3_frequencies(inv_freq: np.ndarray, config: RopeConfig) -> np.ndarray:
 
 
 def rope_tables(positions: Array, frequencies: np.ndarray) -> tuple[Array, Array]:
-    """cos and sin, float32 ``[T, 1, D / 2]``, for ``positions[T]``."""
-    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    """cos and sin, float32 ``[T, D / 2]``, for ``positions[T]``."""
+    angles = positions.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles), jnp.sin(angles)
-
-
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotary embedding of ``x[T, heads, D]``, element i paired with i + D / 2 (Su et al., arXiv:2104.09864)."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
-    return turned.astype(x.dtype)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.layers import linear, rms_norm, rope_frequencies, rope_tables, rotate
+from jaxserve.models.layers import linear, rms_norm, rope_frequencies, rope_tables
 from jaxserve.models.weights import Checkpoint
 
 logger = logging.getLogger(__name__)
@@ -143,10 +143,10 @@ def forward(
 ) -> tuple[Array, KVCache]:
     """``token_ids[T]`` -> hidden states ``[T, D]`` before the last norm, and the cache with this step's KV."""
     x = params["embed"][token_ids]
-    cos, sin = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
+    rope = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
     new_cache = []
     for layer, layer_cache, window in zip(params["layers"], cache, config.windows, strict=True):
-        x, updated = _layer(layer, layer_cache, x, cos, sin, inputs, config=config, spec=spec, window=window)
+        x, updated = _layer(layer, layer_cache, x, rope, inputs, config=config, spec=spec, window=window)
         new_cache.append(updated)
     return x, tuple(new_cache)
 
@@ -156,21 +156,16 @@ def _layer(
     p: Params,
     cache: tuple[Array, Array],
     x: Array,
-    cos: Array,
-    sin: Array,
+    rope: tuple[Array, Array],
     inputs: AttentionInputs,
     *,
     config: ModelConfig,
     spec: AttentionSpec,
     window: int | None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    tokens, kv, dim = x.shape[0], config.num_kv_heads, config.head_dim
-    groups = config.num_heads // kv
     qkv = linear(rms_norm(x, p["input_norm"], config.rms_norm_eps), p["qkv"], p.get("qkv_bias"))
-    q = rotate(qkv[:, :, :groups].reshape(tokens, kv * groups, dim), cos, sin)
-    k = rotate(qkv[:, :, groups], cos, sin)
-    attended, cache = attend(spec, q, k, qkv[:, :, groups + 1], cache, inputs, window)
-    x = x + linear(attended.reshape(tokens, kv, groups, dim), p["o"], p.get("o_bias"), contract=3)
+    attended, cache = attend(spec, qkv, rope, cache, inputs, window)
+    x = x + linear(attended, p["o"], p.get("o_bias"), contract=3)
     gate_up = linear(rms_norm(x, p["post_norm"], config.rms_norm_eps), p["gate_up"], p.get("gate_up_bias"))
     x = x + linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], p["down"], p.get("down_bias"))
     return x, cache
@@ -179,6 +174,5 @@ def _layer(
 def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
     """Float32 logits ``[R, V]`` of hidden states ``[R, D]``."""
     x = rms_norm(hidden, params["norm"], config.rms_norm_eps)
-    if config.tie_word_embeddings:
-        return jax.lax.dot_general(x, params["embed"], (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return jnp.dot(x, params["lm_head"], preferred_element_type=jnp.float32)
+    weight = params["embed"].T if config.tie_word_embeddings else params["lm_head"]
+    return linear(x, weight, dtype=jnp.float32)

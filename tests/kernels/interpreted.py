@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, sampling, triton_decode, triton_prefill, triton_sampling
+from pallas_kernels import reference, sampling, triton_decode, triton_prefill, triton_rope, triton_sampling
 from pallas_kernels.shapes import DECODE, PREFILL
 from tests.kernels.interpreter import Argument
 from tests.kernels.test_attention import Inputs, make_inputs
@@ -80,20 +80,42 @@ def test_with_a_fixed_split_size_a_row_is_the_same_bits_in_any_batch():
         np.testing.assert_array_equal(decode(alone, split_size=64)[0], together[row])
 
 
-@pytest.mark.parametrize("name", PREFILL)
-def test_prefill(name: str):
+@pytest.mark.parametrize(("kv_heads", "groups", "dim"), [(2, 4, 16), (1, 1, 48), (3, 3, 64)])
+def test_rope_and_write(kv_heads: int, groups: int, dim: int):
+    rng = np.random.default_rng(0)
+    tokens, block_size = 7, 8
+    qkv = rng.standard_normal((tokens, kv_heads, groups + 2, dim), dtype=np.float32)
+    angles = rng.standard_normal((tokens, dim // 2), dtype=np.float32)
+    k_cache, v_cache = rng.standard_normal((2, 4, block_size, kv_heads, dim), dtype=np.float32)
+    slots = rng.permutation(4 * block_size)[:tokens].astype(np.int32)
+    operands = (qkv, np.cos(angles), np.sin(angles), k_cache, v_cache, slots)
+    expected = jax.jit(reference.rope_and_write)(*operands)
+    grid, parameters = triton_rope.plan_rope(qkv.shape)
+    q = Argument(np.full((tokens, kv_heads * groups, dim), POISON, np.float32))
+    caches = [Argument(k_cache.copy()), Argument(v_cache.copy())]
+    inputs = [Argument(a) for a in (qkv, np.cos(angles), np.sin(angles), slots)]
+    triton_rope.rope_kernel[grid](*inputs, *caches, q, **parameters)
+    for got, want in zip((q, *caches), expected, strict=True):
+        np.testing.assert_allclose(got.array, want, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "scaled"), [*((name, False) for name in PREFILL), ("chunks", True)])
+def test_prefill(name: str, scaled: bool):
     inputs = make_inputs(PREFILL[name])
     shape = inputs.shape
     scale = shape.head_dim**-0.5
     grid, parameters, _ = triton_prefill.plan_prefill(
-        inputs.q.shape, inputs.k_cache.shape, inputs.block_tables.shape, scale=scale, window=shape.window, wide=True
-    )
+        inputs.q.shape, inputs.k_cache.shape, inputs.block_tables.shape,
+        scale=scale, window=shape.window, scaled=scaled, wide=True,
+    )  # fmt: skip
     lens, starts = np.array(shape.seq_lens, np.int32), np.array(shape.query_start_loc, np.int32)
     operands = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables, lens, starts)
+    scales = np.array([0.5, 3.0], np.float32), np.array([2.0, 0.25], np.float32)
     out = Argument(np.full(inputs.q.shape, POISON, np.float32))
-    triton_prefill.prefill_kernel[grid](*map(Argument, operands), out, **parameters)
+    triton_prefill.prefill_kernel[grid](*map(Argument, (*operands, *scales)), out, **parameters)
     run = jax.jit(reference.prefill_attention, static_argnames=("scale", "window"))
-    np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window), atol=1e-5)
+    options = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if scaled else {}
+    np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window, **options), atol=1e-5)
 
 
 def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan) -> tuple[np.ndarray, list]:

@@ -1,0 +1,70 @@
+"""Rotary embedding and KV write in one kernel: what would be five small ones in every layer."""
+
+from __future__ import annotations
+
+import jax
+import triton
+import triton.language as tl
+
+Array = jax.Array
+
+
+@triton.jit
+def _rotate(source, target, cos, sin, mask, HALF: tl.constexpr):
+    """Turn pairs (i, i + HALF) of the rows that the pointers stand for, in float32."""
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+    tl.store(target, (first * cos - second * sin).to(target.dtype.element_ty), mask=mask)
+    tl.store(target + HALF, (second * cos + first * sin).to(target.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def rope_kernel(
+    qkv_ptr, cos_ptr, sin_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, q_ptr,
+    GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+):  # fmt: skip
+    """Grid (T, K): the G query heads, the key and the value of one token and KV head. The caches are written in
+    place."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    pair, group = tl.arange(0, HALF_PAD), tl.arange(0, GROUPS_PAD)
+    here = pair < HALF
+    cos = tl.load(cos_ptr + token * HALF + pair, mask=here, other=0.0)
+    sin = tl.load(sin_ptr + token * HALF + pair, mask=here, other=0.0)
+    row = qkv_ptr + (token * KV_HEADS + head) * (GROUPS + 2) * DIM
+    queries = group[:, None] * DIM + pair[None, :]
+    target = q_ptr + (token * KV_HEADS + head) * GROUPS * DIM
+    _rotate(
+        row + queries, target + queries, cos[None, :], sin[None, :], (group < GROUPS)[:, None] & here[None, :], HALF
+    )
+    place = (tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + head) * DIM
+    _rotate(row + GROUPS * DIM + pair, k_cache_ptr + place + pair, cos, sin, here, HALF)
+    for half in tl.static_range(2):
+        value = tl.load(row + (GROUPS + 1) * DIM + half * HALF + pair, mask=here, other=0.0)
+        tl.store(v_cache_ptr + place + half * HALF + pair, value.to(v_cache_ptr.dtype.element_ty), mask=here)
+
+
+def plan_rope(qkv_shape: tuple[int, ...]) -> tuple[tuple[int, int], dict[str, int]]:
+    """Grid and static parameters."""
+    tokens, kv_heads, lanes, dim = qkv_shape
+    groups, half = lanes - 2, dim // 2
+    parameters = dict(
+        GROUPS=groups, GROUPS_PAD=triton.next_power_of_2(groups), KV_HEADS=kv_heads, DIM=dim,
+        HALF=half, HALF_PAD=triton.next_power_of_2(half),
+    )  # fmt: skip
+    return (tokens, kv_heads), parameters
+
+
+def rope_and_write(
+    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array
+) -> tuple[Array, Array, Array]:
+    import jax_triton
+
+    tokens, kv_heads, lanes, dim = qkv.shape
+    grid, parameters = plan_rope(qkv.shape)
+    keys, values = jax.new_ref(k_cache), jax.new_ref(v_cache)
+    q: Array = jax_triton.triton_call(
+        qkv, cos, sin, slots, keys, values, kernel=rope_kernel, grid=grid, num_warps=1,
+        out_type=jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), dim), qkv.dtype), **parameters,
+    )  # fmt: skip
+    return q, jax.freeze(keys), jax.freeze(values)
