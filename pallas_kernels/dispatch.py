@@ -15,6 +15,10 @@ Array = jax.Array
 # Operation -> implementation -> where it is; modules are imported when first asked for, since triton is large and
 # not everywhere.
 IMPLEMENTATIONS: dict[str, dict[str, str]] = {
+    "add_rms_norm": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_norm",
+    },
     "rope_and_write": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_rope",
@@ -48,6 +52,13 @@ def _implementation(operation: str, backend: str) -> Callable[..., Any]:
         ) from None
     run: Callable[..., Any] = getattr(import_module(module), operation)
     return run
+
+
+def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: str) -> tuple[Array, Array]:
+    """``x + delta`` of ``[T, D]`` each, and its root-mean-square norm times ``weight[D]``: computed in float32, each
+    rounded to x's dtype."""
+    result: tuple[Array, Array] = _implementation("add_rms_norm", backend)(x, delta, weight, eps=eps)
+    return result
 
 
 def rope_and_write(

@@ -43,6 +43,18 @@ class _Softmax(NamedTuple):
         return self.accumulator / jnp.where(self.total == 0.0, 1.0, self.total)[..., None]
 
 
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich, arXiv:1910.07467)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
+    return weight * wide.astype(x.dtype)
+
+
+def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
+    total = x + delta
+    return total, rms_norm(total, weight, eps)
+
+
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotary embedding of ``x[T, heads, D]``, element i paired with i + D / 2 (Su et al., arXiv:2104.09864)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

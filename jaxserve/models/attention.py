@@ -1,4 +1,4 @@
-"""Between model and kernels: writes the new keys and values, then attends. The sole caller of pallas_kernels."""
+"""Between model and kernels: writes the new keys and values, then attends. Kernels run inside shard_map here."""
 
 from __future__ import annotations
 

@@ -22,13 +22,6 @@ def linear(
     return y if bias is None else y + bias
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Root-mean-square norm over the last axis, computed in float32 (Zhang and Sennrich, arXiv:1910.07467)."""
-    wide = x.astype(jnp.float32)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps)
-    return weight * wide.astype(x.dtype)
-
-
 def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:
     """Radians a position of each rotary pair, float32 ``[D / 2]``."""
     inv_freq = 1.0 / config.theta ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))

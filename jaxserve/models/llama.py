@@ -17,11 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
 from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.layers import linear, rms_norm, rope_frequencies, rope_tables
+from jaxserve.models.layers import linear, rope_frequencies, rope_tables
 from jaxserve.models.weights import Checkpoint
+from pallas_kernels.reference import rms_norm
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +145,13 @@ def forward(
 ) -> tuple[Array, KVCache]:
     """``token_ids[T]`` -> hidden states ``[T, D]`` before the last norm, and the cache with this step's KV."""
     x = params["embed"][token_ids]
+    delta = jnp.zeros_like(x)  # what the layer before adds to x: the addition is fused with the norm that follows it
     rope = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
     new_cache = []
     for layer, layer_cache, window in zip(params["layers"], cache, config.windows, strict=True):
-        x, updated = _layer(layer, layer_cache, x, rope, inputs, config=config, spec=spec, window=window)
+        x, delta, updated = _layer(layer, layer_cache, x, delta, rope, inputs, config=config, spec=spec, window=window)
         new_cache.append(updated)
-    return x, tuple(new_cache)
+    return x + delta, tuple(new_cache)
 
 
 @partial(jax.jit, static_argnames=("config", "spec", "window"), inline=False)
@@ -156,19 +159,22 @@ def _layer(
     p: Params,
     cache: tuple[Array, Array],
     x: Array,
+    delta: Array,
     rope: tuple[Array, Array],
     inputs: AttentionInputs,
     *,
     config: ModelConfig,
     spec: AttentionSpec,
     window: int | None,
-) -> tuple[Array, tuple[Array, Array]]:
-    qkv = linear(rms_norm(x, p["input_norm"], config.rms_norm_eps), p["qkv"], p.get("qkv_bias"))
+) -> tuple[Array, Array, tuple[Array, Array]]:
+    """The residual stream ``x[T, D]`` and what is still to be added to it, before and after a layer."""
+    add_norm = partial(pallas_kernels.add_rms_norm, eps=config.rms_norm_eps, backend=spec.backend)
+    x, normed = add_norm(x, delta, p["input_norm"])
+    qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
     attended, cache = attend(spec, qkv, rope, cache, inputs, window)
-    x = x + linear(attended, p["o"], p.get("o_bias"), contract=3)
-    gate_up = linear(rms_norm(x, p["post_norm"], config.rms_norm_eps), p["gate_up"], p.get("gate_up_bias"))
-    x = x + linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], p["down"], p.get("down_bias"))
-    return x, cache
+    x, normed = add_norm(x, linear(attended, p["o"], p.get("o_bias"), contract=3), p["post_norm"])
+    gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
+    return x, linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], p["down"], p.get("down_bias")), cache
 
 
 def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:

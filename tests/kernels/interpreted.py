@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, sampling, triton_decode, triton_prefill, triton_rope, triton_sampling
+from pallas_kernels import reference, sampling, triton_decode, triton_norm, triton_prefill, triton_rope, triton_sampling
 from pallas_kernels.shapes import DECODE, PREFILL
 from tests.kernels.interpreter import Argument
 from tests.kernels.test_attention import Inputs, make_inputs
@@ -96,6 +96,18 @@ def test_rope_and_write(kv_heads: int, groups: int, dim: int):
     inputs = [Argument(a) for a in (qkv, np.cos(angles), np.sin(angles), slots)]
     triton_rope.rope_kernel[grid](*inputs, *caches, q, **parameters)
     for got, want in zip((q, *caches), expected, strict=True):
+        np.testing.assert_allclose(got.array, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [64, 96, 576])
+def test_add_rms_norm(width: int):
+    rng = np.random.default_rng(0)
+    x, delta = rng.standard_normal((2, 5, width), dtype=np.float32)
+    weight = rng.standard_normal(width, dtype=np.float32)
+    grid, parameters = triton_norm.plan_add_rms_norm(x.shape, 1e-5)
+    out = [Argument(np.full(x.shape, POISON, np.float32)) for _ in range(2)]
+    triton_norm.add_rms_norm_kernel[grid](*map(Argument, (x, delta, weight)), *out, **parameters)
+    for got, want in zip(out, reference.add_rms_norm(x, delta, weight, eps=1e-5), strict=True):
         np.testing.assert_allclose(got.array, want, atol=1e-6)
 
 
