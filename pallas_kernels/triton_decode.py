@@ -17,9 +17,23 @@ import triton.language as tl
 Array = jax.Array
 
 LOG2E = 1.4426950408889634
-PROGRAMS = 132 * 4
-"""About as many programs as keep a Hopper GPU's memory busy."""
 MAX_SPLITS = 128
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a program works; found by measuring (bench/kernels.py)."""
+
+    tile: int
+    num_warps: int
+    num_stages: int
+    programs: int = 132 * 4
+    """About as many programs as keep a Hopper GPU's memory busy; fewer sequences are split to reach it."""
+
+
+TUNING = Tuning(tile=64, num_warps=4, num_stages=3)
+WIDE_TUNING = Tuning(tile=32, num_warps=4, num_stages=2)
+"""For float32 operands, multiplied at full precision."""
 
 
 @triton.jit
@@ -148,12 +162,13 @@ def plan_decode(
     stretch (a multiple of 64), so that a row's order of summation does not depend on the batch's size either."""
     num_seqs, heads, dim = q_shape
     _, block_size, kv_heads, _ = cache_shape
-    groups, tile = heads // kv_heads, 32 if wide else 64
+    groups, tuning = heads // kv_heads, WIDE_TUNING if wide else TUNING
+    tile = tuning.tile
     longest = min(table_width * block_size, window + tile if window else table_width * block_size)
     if split_size:
         splits = triton.cdiv(longest, split_size) + (1 if window else 0)
     else:
-        wanted = triton.cdiv(PROGRAMS, num_seqs * kv_heads)
+        wanted = triton.cdiv(tuning.programs, num_seqs * kv_heads)
         splits = max(1, min(wanted, triton.cdiv(longest, tile), MAX_SPLITS))
     shared = dict(
         WINDOW=window or 0, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
@@ -168,8 +183,8 @@ def plan_decode(
         decode={**shared, **decode},
         combine_grid=(num_seqs, kv_heads, groups),
         combine={**shared, "SPLITS_PAD": triton.next_power_of_2(splits)},
-        num_warps=4,
-        num_stages=2 if wide else 3,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
     )
 
 

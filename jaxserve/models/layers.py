@@ -14,11 +14,19 @@ Array = jax.Array
 
 
 def linear(
-    x: Array, weight: Array, bias: Array | None = None, *, contract: int = 1, dtype: jnp.dtype | None = None
+    x: Array,
+    weight: Array,
+    bias: Array | None = None,
+    *,
+    contract: int = 1,
+    transposed: bool = False,
+    dtype: jnp.dtype | None = None,
 ) -> Array:
-    """The last ``contract`` axes of ``x`` against the first of ``weight``; every matmul of a model is one of these.
-    ``dtype``: what it is accumulated in and given as, if not x's."""
-    y = jnp.tensordot(x, weight, axes=contract, preferred_element_type=dtype)
+    """The last ``contract`` axes of ``x`` against the first of ``weight`` (``transposed``: the last of ``[out, in]``);
+    every matmul of a model is one of these. ``dtype``: what it is accumulated in and given as, if not x's."""
+    # Not weight.T: a CPU would make the transposed copy, at every step.
+    axes = ((x.ndim - 1,), (1,)) if transposed else contract
+    y = jnp.tensordot(x, weight, axes=axes, preferred_element_type=dtype)
     return y if bias is None else y + bias
 
 

@@ -180,5 +180,6 @@ def _layer(
 def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
     """Float32 logits ``[R, V]`` of hidden states ``[R, D]``."""
     x = rms_norm(hidden, params["norm"], config.rms_norm_eps)
-    weight = params["embed"].T if config.tie_word_embeddings else params["lm_head"]
-    return linear(x, weight, dtype=jnp.float32)
+    if config.tie_word_embeddings:
+        return linear(x, params["embed"], transposed=True, dtype=jnp.float32)
+    return linear(x, params["lm_head"], dtype=jnp.float32)

@@ -206,25 +206,25 @@ def test_a_bad_flag_is_named_and_exit_code_2(tmp_path: Path, flag: str, value: s
 
 def test_op02_sigterm_lets_streams_finish_and_refuses_new_requests(endless: Path) -> None:
     with serving(endless, **SMALLEST) as server:
-        streams = [Stream(server, 1000) for _ in range(2)]
+        streams = [Stream(server, 4000) for _ in range(2)]
         server.popen.terminate()
         wait_until(lambda: server.status() == 503)
         refused = post(server, 1)
         assert all(stream.is_alive() for stream in streams), "the test would show nothing"
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
         assert refused.json()["error"]["code"] == "shutting_down"
-        assert [stream.text() for stream in streams] == ["ba" * 500] * 2
-        assert server.wait_exit() == 0
+        assert [stream.text() for stream in streams] == ["ba" * 2000] * 2
+        assert server.wait_exit(60) == 0
         assert_port_free(server.port)
 
 
 def test_sigterm_to_all_processes_lets_streams_finish(endless: Path) -> None:
     """What systemd (KillMode=control-group, its default) and coreutils' timeout send."""
     with serving(endless, **SMALLEST) as server:
-        stream = Stream(server, 1000)
+        stream = Stream(server, 4000)
         os.killpg(server.popen.pid, signal.SIGTERM)
-        assert server.wait_exit() == 0
-        assert stream.text() == "ba" * 500
+        assert server.wait_exit(60) == 0
+        assert stream.text() == "ba" * 2000
 
 
 def test_sigterm_cuts_off_what_outlasts_the_shutdown_timeout(endless: Path) -> None:
