@@ -130,13 +130,12 @@ def kernel_seconds(directory: Path) -> float:
     """What all kernels of a trace took on the device."""
     [path] = directory.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
-    names = {
-        (e["pid"], e.get("tid")): e["args"]["name"] for e in events if e["name"] in ("process_name", "thread_name")
-    }
+    processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
     on_device = [
         e["dur"]
         for e in events
-        if e.get("ph") == "X" and "GPU" in names[e["pid"], None] and "Stream" in names.get((e["pid"], e["tid"]), "")
+        if e.get("ph") == "X" and "GPU" in processes[e["pid"]] and "Stream" in threads.get((e["pid"], e["tid"]), "")
     ]
     return sum(on_device) / 1e6
 
