@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_softmax import LOG2E, accumulate
+
 Array = jax.Array
 
-LOG2E = 1.4426950408889634
 MAX_SPLITS = 128
 
 
@@ -90,13 +91,7 @@ def decode_kernel(
             if SCALED:
                 scores *= tl.load(k_scale_ptr + head)
             scores = tl.where(seen[None, :], scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - base[:, None])
-            keep = tl.exp2(peak - base)
-            total = total * keep + tl.sum(weights, 1)
-            acc = acc * keep[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
-            peak = new_peak
+            acc, peak, total = accumulate(scores, v.to(q.dtype), acc, peak, total, PRECISION)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SCALED:
             acc *= tl.load(v_scale_ptr + head)

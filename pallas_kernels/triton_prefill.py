@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_decode import LOG2E
+from pallas_kernels.triton_softmax import LOG2E, accumulate
 
 Array = jax.Array
 
@@ -71,13 +71,7 @@ def prefill_kernel(
             if WINDOW > 0:
                 seen &= key_position[None, :] > position[:, None] - WINDOW
             scores = tl.where(seen, scores, float("-inf"))
-            new_peak = tl.maximum(peak, tl.max(scores, 1))
-            base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-            weights = tl.exp2(scores - base[:, None])
-            keep = tl.exp2(peak - base)
-            total = total * keep + tl.sum(weights, 1)
-            acc = acc * keep[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
-            peak = new_peak
+            acc, peak, total = accumulate(scores, v.to(q.dtype), acc, peak, total, PRECISION)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SCALED:
             acc *= tl.load(v_scale_ptr + kv_head)
