@@ -11,7 +11,7 @@ LOG2E = 1.4426950408889634
 
 @triton.jit
 def accumulate(scores, values, acc, peak, total, PRECISION: tl.constexpr):
-    """Take in a tile of ``scores[M, N]`` (base 2, -inf where masked) and ``values[N, D]``. The state: ``acc[M, D]``, the
+    """Take in a tile of ``scores[M, N]`` (base 2, -inf where masked) and ``values[N, D]``. State: ``acc[M, D]``, the
     weighted sum of values; ``peak[M]``, the highest score; ``total[M]``, the sum of weights."""
     new_peak = tl.maximum(peak, tl.max(scores, 1))
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that saw nothing yet must not give inf - inf
