@@ -190,7 +190,8 @@ class Metrics:
         self._success.labels(self._model, request.finish_reason.value).inc()
         self._prompt_length.observe(request.prompt_len)
         self._answer_length.observe(output_tokens)
-        self._params_n.observe(1)
+        if request.choice_index == 0:
+            self._params_n.observe(request.sampling.n)
         self._params_max_tokens.observe(request.max_tokens)
         self._request_preemptions.observe(request.num_preemptions)
         if not request.first_token_time:

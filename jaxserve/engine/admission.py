@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from jaxserve.engine.messages import ModelInfo
 from jaxserve.request import EngineRequest, RequestError, SamplingParams, fresh_seed
 
@@ -76,12 +74,11 @@ def make_requests(
     max_tokens = check(prompt_token_ids, sampling, info)
     seed = draw_seed() if sampling.seed is None else sampling.seed
     arrival_time = time.monotonic() if arrival_time is None else arrival_time
-    single = msgspec.structs.replace(sampling, n=1)
     return [
         EngineRequest(
             request_id=f"{request_id}-{index}",
             prompt_token_ids=prompt_token_ids,
-            sampling=single,
+            sampling=sampling,
             max_tokens=max_tokens,
             seed=seed,
             choice_index=index,

@@ -164,6 +164,16 @@ def test_metrics_add_up(llm):
     assert gained["jaxserve:compiles_total{phase=serving}"] == 0
 
 
+def test_a_request_of_several_choices_counts_once_in_params_n(llm):
+    engine = llm("tiny-llama-3.1").engine
+    before = metrics(engine)
+    assert len(add(engine, "choices", 5, SamplingParams(n=3, max_tokens=2))) == 3
+    drain(engine)
+    after = metrics(engine)
+    assert after["vllm:request_params_n_sum"] - before["vllm:request_params_n_sum"] == 3
+    assert after["vllm:request_params_n_count"] - before["vllm:request_params_n_count"] == 1
+
+
 def test_tokens_after_a_stop_string_are_not_counted(llm):
     engine = llm("tiny-llama-3.1").engine
     before = metrics(engine)
