@@ -33,6 +33,5 @@ def sampling_defaults(model_directory: Path, generation_config: str) -> dict[str
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise CheckpointError(f"{path}: {name} must be a number, got {value!r}")
         defaults[name] = _FIELDS[name](value)
-    if defaults:
-        logger.info("sampling defaults from %s: %s", path, defaults)
+    logger.info("sampling defaults: %s (generation_config.json)", defaults or "neutral")
     return defaults

@@ -11,7 +11,7 @@ from jaxserve import __version__
 from jaxserve.server.context import ServerContext, context_of
 from jaxserve.server.errors import ApiError
 
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4"  # Litestar adds the charset
 
 
 @get(["/health", "/ready", "/ping"])
