@@ -79,7 +79,8 @@ def _listen(config: ServerConfig) -> socket.socket:
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
     except OSError as error:
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or str(error)
+        known = error.errno is not None and error.errno > 0  # a name that does not resolve has a negative one
+        reason = os.strerror(error.errno or 0) if known else error.strerror or str(error)
         raise OSError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
     host, port = listener.getsockname()[:2]
     logger.info("listening on http://%s:%d; /health answers 503 until the model is ready", host, port)
