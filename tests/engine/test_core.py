@@ -7,11 +7,11 @@ import random
 import jax
 import numpy as np
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
 from jaxserve.request import EngineRequest, RequestError, SamplingParams
+from tests.exposition import samples
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -33,14 +33,7 @@ def drain(engine: EngineCore) -> dict[str, list]:
 
 
 def metrics(engine: EngineCore) -> dict[str, float]:
-    """Every sample of the exposition, by name and labels other than the model's."""
-    samples = {}
-    for family in text_string_to_metric_families(engine.metrics.exposition().decode()):
-        for sample in family.samples:
-            labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k not in ("model_name", "le"))
-            if "le" not in sample.labels:
-                samples[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return samples
+    return samples(engine.metrics.exposition().decode())
 
 
 def test_tokens_come_one_a_step_and_the_last_says_why(llm):

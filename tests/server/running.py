@@ -19,9 +19,9 @@ from typing import Any
 import httpx
 import openai
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
 from tests.conftest import SMALL
+from tests.exposition import samples
 
 MARK = "JAXSERVE_TEST_MARK"
 """Environment variable that every process of a server inherits: none escapes, whoever its parent is by then."""
@@ -167,17 +167,6 @@ def free_port() -> int:
 def marked(mark: str) -> list[psutil.Process]:
     """Processes with this mark in their environment; zombies, which only await their parent, have none."""
     return [p for p in psutil.process_iter(["environ"]) if (p.info["environ"] or {}).get(MARK) == mark]
-
-
-def samples(exposition: str) -> dict[str, float]:
-    """Name, and labels other than the model's in braces, to value; without the buckets of histograms."""
-    values = {}
-    for family in text_string_to_metric_families(exposition):
-        for sample in family.samples:
-            if "le" not in sample.labels:
-                labels = ",".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if k != "model_name")
-                values[f"{sample.name}{{{labels}}}" if labels else sample.name] = sample.value
-    return values
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
