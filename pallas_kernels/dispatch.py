@@ -19,6 +19,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_norm",
     },
+    "swiglu": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_swiglu",
+    },
     "rope_and_write": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_rope",
@@ -58,6 +62,12 @@ def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: 
     """``x + delta`` of ``[T, D]`` each, and its root-mean-square norm times ``weight[D]``: computed in float32, each
     rounded to x's dtype."""
     result: tuple[Array, Array] = _implementation("add_rms_norm", backend)(x, delta, weight, eps=eps)
+    return result
+
+
+def swiglu(gate_up: Array, *, backend: str) -> Array:
+    """``silu(gate_up[:, 0]) * gate_up[:, 1]`` of ``[T, 2, I]``: ``[T, I]`` (Shazeer, arXiv:2002.05202)."""
+    result: Array = _implementation("swiglu", backend)(gate_up)
     return result
 
 
