@@ -127,8 +127,9 @@ def prefill_attention(
     """Causal attention of ragged chunks: sequence s owns the queries ``query_start_loc[s]:query_start_loc[s + 1]``.
 
     They are the last of its ``seq_lens[s]`` tokens, all of which are in the cache already. ``q[T, H, D]``,
-    ``block_tables[S, M]``, ``seq_lens[S]``, ``query_start_loc[S + 1]`` -> ``[T, H, D]``; rows past
-    ``query_start_loc[S]`` are padding and give zeros. Scales as in ``decode_attention``.
+    ``block_tables[S, M]``, ``seq_lens[S]``, ``query_start_loc[S + 1]`` -> ``[T, H, D]``; rows before
+    ``query_start_loc[0]`` and from ``query_start_loc[S]`` on are nobody's and give zeros. Scales as in
+    ``decode_attention``.
     """
     run = _implementation("prefill_attention", backend)
     options = {"scale": scale, "window": window, "k_scale": k_scale, "v_scale": v_scale}
