@@ -125,7 +125,9 @@ def prefill_attention(
     return run(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, **options)
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> Array:
-    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``; ``positions[R]`` is where the token will stand.
+def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> tuple[Array, Array]:
+    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
+    exponentials, float32 ``[R]``, NaN where a logit is not finite; ``positions[R]`` is where the token will stand.
     Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding."""
-    return _implementation("sample", backend)(logits, rows, positions)
+    result: tuple[Array, Array] = _implementation("sample", backend)(logits, rows, positions)
+    return result

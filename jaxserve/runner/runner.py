@@ -172,7 +172,7 @@ class ModelRunner:
         """Dispatch one step; returns before it has run."""
         bucket, places = self._place(schedule)
         logits, rows = self._forward(schedule, bucket)
-        result = self._sample(logits, rows, SamplerVariant(schedule.greedy, schedule.logprobs))
+        result = self._sample(logits, rows, SamplerVariant.of(schedule))
         result.copy_to_host_async()
         return PendingStep(schedule, bucket, result, places, self.plan.max_logprobs)
 

@@ -46,6 +46,8 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """No row that samples wants randomness."""
     logprobs: bool = False
     """Some row that samples wants log-probabilities."""
+    top_logprobs: bool = False
+    """Also of tokens that were not chosen."""
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
 

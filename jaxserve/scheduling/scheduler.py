@@ -146,7 +146,7 @@ class Scheduler:
     def _commit(self, draft: _Draft) -> SchedulerOutput:
         decode: list[ScheduledRequest] = []
         prefill: list[ScheduledRequest] = []
-        greedy, logprobs = True, False
+        greedy, logprobs, top_logprobs = True, False, False
         for request, count in draft.counts.items():
             rows = prefill if _is_prefill(request, count) else decode
             row = self._schedule_request(request, count)
@@ -154,10 +154,17 @@ class Scheduler:
             if row.samples:
                 greedy &= request.sampling.greedy
                 logprobs |= row.wants_logprobs
+                top_logprobs |= bool(request.sampling.logprobs)
         preempted, self._preempted = tuple(self._preempted), []
         admitted = tuple(r.request_id for r in draft.admitted)
         return SchedulerOutput(
-            decode=decode, prefill=prefill, greedy=greedy, logprobs=logprobs, preempted=preempted, admitted=admitted
+            decode=decode,
+            prefill=prefill,
+            greedy=greedy,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            preempted=preempted,
+            admitted=admitted,
         )
 
     def _schedule_request(self, request: Request, count: int) -> ScheduledRequest:
