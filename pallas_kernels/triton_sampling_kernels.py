@@ -133,7 +133,8 @@ def pivot_kernel(
             squares = tl.sum(tl.where(less, weights[None, :] * weights[None, :], 0.0), 1)
             deviation = CERTAINTY * tl.sqrt(tl.maximum(squares - below * below / tl.maximum(number, 1.0), 0.0))
             # The sample may have missed the few below that there are, none heavier than the candidate.
-            heaviest = tl.exp((_float_of(tl.minimum(tl.maximum(candidate, least), most)) - peak) * scale)
+            distance = tl.maximum(_float_of(tl.minimum(tl.maximum(candidate, least), most)) - peak, -1e30)
+            heaviest = tl.exp(distance * scale)
             bound = tl.where(upper, below - deviation, below + deviation + 2.0 * CERTAINTY * heaviest)
             holds = tl.where(cut_k, number - below >= wanted, bound <= spare)
             found = tl.where(holds & (candidate <= most), candidate, found)
