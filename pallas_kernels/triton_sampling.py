@@ -45,9 +45,9 @@ class SamplingPlan:
     """Of so many logits one is in the sample."""
     listed: int = 3072
     """So many tokens are rather listed than bounded from above."""
-    segment: int = 1024
+    segment: int = 2048
     """What a chunk's list takes."""
-    capacity: int = 8192
+    capacity: int = 16384
     """What a row's list takes."""
     tile: int = 1024
     """Of a row's list, read in one go."""
