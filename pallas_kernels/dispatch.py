@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.adjust import Penalties
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -30,6 +31,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "prefill_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_prefill",
+    },
+    "adjust_logits": {
+        "reference": "pallas_kernels.adjust",
+        "triton": "pallas_kernels.triton_adjust",
     },
     "sample": {
         "reference": "pallas_kernels.sampling",
@@ -123,6 +128,22 @@ def prefill_attention(
     run = _implementation("prefill_attention", backend)
     options = {"scale": scale, "window": window, "k_scale": k_scale, "v_scale": v_scale}
     return run(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, **options)
+
+
+def adjust_logits(
+    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, *, backend: str
+) -> tuple[Array, Array]:
+    """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed; and the logarithm of each row's sum of
+    exponentials before that, float32 ``[R]``, NaN where a logit is not finite.
+
+    ``seen[S, V]``, int16, says of each slot how often a token was generated, and by its sign whether the prompt has
+    it; ``slots[R]`` are the rows' own. ``allowed[R, ceil(V / 32)]`` holds a bit a token, id i in bit i % 32 of word
+    i // 32.
+    Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
+    """
+    run = _implementation("adjust_logits", backend)
+    result: tuple[Array, Array] = run(logits, seen, slots, penalties, allowed)
+    return result
 
 
 def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> tuple[Array, Array]:

@@ -60,6 +60,14 @@ def peak_and_floor(stats_ptr, row, temperature, min_p, CHUNKS: tl.constexpr, CHU
 
 
 @triton.jit
+def exponentials(x, ids, VOCAB: tl.constexpr):
+    """The largest of a chunk's logits, and the sum of exponentials relative to it, NaN where one is not finite."""
+    peak = tl.max(x, 0)
+    finite = (x > float("-inf")) | (ids >= VOCAB)
+    return peak, tl.sum(tl.where(finite, tl.exp(x - tl.maximum(peak, LEAST)), float("nan")), 0)
+
+
+@triton.jit
 def stats_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
@@ -71,11 +79,8 @@ def stats_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
     x = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=inside, other=float("-inf"))
-    peak = tl.max(x, 0)
+    peak, total = exponentials(x, ids, VOCAB)
     best = tl.min(tl.where(inside & (x == peak), ids, VOCAB), 0)
-    below = x - tl.maximum(peak, LEAST)
-    finite = (x > float("-inf")) | (ids >= VOCAB)
-    total = tl.sum(tl.where(finite, tl.exp(below), float("nan")), 0)
     place = row * CHUNKS + chunk
     at = stats_ptr + row * 3 * CHUNKS + chunk
     tl.store(at, peak)
@@ -84,7 +89,7 @@ def stats_kernel(
     temperature = tl.load(temperature_ptr + row)
     _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
     if (temperature > 0.0) & (cut_p | cut_k):
-        tl.store(at + 2 * CHUNKS, tl.sum(tl.exp(below * scale_of(temperature)), 0))
+        tl.store(at + 2 * CHUNKS, tl.sum(tl.exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
         # Not always the first: a vocabulary may have an order.
         index = ids // STRIDE
         taken = (ids % STRIDE == index * 11 % STRIDE) & (index < SAMPLE)

@@ -22,6 +22,8 @@ from pallas_kernels.sampling import SamplingRows
 Array = jax.Array
 
 SAMPLING_WORDS = 8
+HAS_OPTIONS = 7
+"""The sampling word that says whether the slot has optional state."""
 
 
 class BatchState(NamedTuple):
@@ -50,6 +52,7 @@ class _Layout(NamedTuple):
 
     slots: slice  # [R]
     seq_lens: slice  # [R]
+    samples: slice  # [R] whether the last token's logits choose the next
     appended: slice  # [S] the block that a decoding row goes on in, or -1
     query_start_loc: slice  # [P + 1] counted from the first prefill token
     sampling: slice  # [P, 1 + SAMPLING_WORDS] whether the row takes its slot now, and its sampling words
@@ -60,6 +63,7 @@ class _Layout(NamedTuple):
     def of(cls, bucket: Bucket, block_size: int) -> _Layout:
         prefill = bucket.prefill_rows
         sizes = (
+            bucket.rows,
             bucket.rows,
             bucket.rows,
             bucket.decode_rows,
@@ -81,28 +85,29 @@ def pack(schedule: SchedulerOutput, bucket: Bucket, block_size: int, null_slot: 
     """The step's input vector. Padding rows have the null slot and length 0, padding tokens id 0."""
     layout = _Layout.of(bucket, block_size)
     packed = np.zeros(layout.token_ids.stop, np.int32)
-    slots, seq_lens, appended, starts, sampling, placed, tokens = (packed[part] for part in layout)
+    slots, seq_lens, samples, appended, starts, sampling, placed, tokens = (packed[part] for part in layout)
     slots.fill(null_slot)
     appended.fill(-1)
     if rows := schedule.decode:
         count = len(rows)
         slots[:count] = [row.slot for row in rows]
         seq_lens[:count] = [row.seq_len for row in rows]
+        samples[:count] = [row.samples for row in rows]
         appended[:count] = [row.new_blocks[0] if row.new_blocks else -1 for row in rows]
         tokens[:count] = [row.token_ids[0] for row in rows]
-    _pack_prefill(schedule, bucket, block_size, (slots, seq_lens, starts, sampling, placed, tokens))
+    _pack_prefill(schedule, bucket, block_size, (slots, seq_lens, samples, starts, sampling, placed, tokens))
     return packed
 
 
 def _pack_prefill(schedule: SchedulerOutput, bucket: Bucket, block_size: int, parts: tuple[np.ndarray, ...]) -> None:
-    slots, seq_lens, starts, sampling, placed, tokens = parts
+    slots, seq_lens, samples, starts, sampling, placed, tokens = parts
     words = sampling.reshape(-1, 1 + SAMPLING_WORDS)
     updates = placed.reshape(-1, 3)
     updates[:, 0] = np.iinfo(np.int32).max
     start = filled = 0
     for row, item in enumerate(schedule.prefill):
         place = bucket.decode_rows + row
-        slots[place], seq_lens[place] = item.slot, item.seq_len
+        slots[place], seq_lens[place], samples[place] = item.slot, item.seq_len, item.samples
         end = start + len(item.token_ids)
         tokens[bucket.decode_rows + start : bucket.decode_rows + end] = item.token_ids
         starts[row + 1] = start = end
@@ -123,6 +128,7 @@ def _sampling_words(row: RowSampling) -> np.ndarray:
     words[3] = params.top_k
     words[4:6] = np.array([row.seed], np.int64).view(np.int32)  # little endian: low word first
     words[6] = row.choice_index
+    words[HAS_OPTIONS] = params.has_options
     return words
 
 
@@ -132,7 +138,7 @@ class StepInputs(NamedTuple):
     token_ids: Array  # [T]
     attention: AttentionInputs
     wanted: Array  # [R] the last token of each row, whose logits are computed
-    rows: Array  # [2, R] slots and sequence lengths, for the sampler
+    rows: Array  # [3, R] slots, sequence lengths and whether the row samples, for the sampler
 
 
 def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) -> tuple[StepInputs, BatchState]:
@@ -165,7 +171,7 @@ def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) ->
         positions, slot_mapping, rows[:split], seq_lens[:split], rows[split:], prefill_lens, starts
     )
     wanted = jnp.concatenate([jnp.arange(split), split + jnp.maximum(starts[1:] - 1, 0)])[: bucket.rows]
-    return StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens])), state
+    return StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens, packed[parts.samples]])), state
 
 
 def _update(packed: Array, parts: _Layout, state: BatchState, bucket: Bucket, block_size: int) -> BatchState:

@@ -11,19 +11,26 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from jaxserve.runner.batch import BatchState
+from jaxserve.runner.batch import HAS_OPTIONS, BatchState
+from jaxserve.runner.options import OptionsState, adjust, record
 from jaxserve.scheduling.schedule import SchedulerOutput
 
 Array = jax.Array
 
-NON_FINITE = -1
-"""In a token's place: the row's logits were not finite."""
+FAULTS = {
+    -1: "the model gave non-finite logits",
+    -2: "no token is left: allowed_token_ids, bad_words, min_tokens or a grammar exclude all of them",
+}
+"""What stands in a token's place if there is none."""
+NON_FINITE, NOTHING_ALLOWED = FAULTS
 
 
 class Kind(enum.StrEnum):
     GREEDY = "greedy"
     """Every row takes its likeliest token, and nobody asks for log-probabilities."""
     RANDOM = "random"
+    FULL = "full"
+    """Whatever a request can ask for."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,36 +46,71 @@ class SamplerVariant:
         return self.kind + (" + top logprobs" if self.top_logprobs else "")
 
     @classmethod
-    def of(cls, schedule: SchedulerOutput) -> SamplerVariant:
+    def of(cls, schedule: SchedulerOutput, masked: bool) -> SamplerVariant:
         """The cheapest one that does what a step's rows want."""
+        if schedule.options or masked:
+            return cls(Kind.FULL, schedule.top_logprobs)
         if schedule.greedy and not schedule.logprobs:
             return cls(Kind.GREEDY)
         return cls(Kind.RANDOM, schedule.top_logprobs)
 
 
-VARIANTS = (SamplerVariant(Kind.GREEDY), *(SamplerVariant(Kind.RANDOM, top) for top in (False, True)))
+VARIANTS = (
+    SamplerVariant(Kind.GREEDY),
+    *(SamplerVariant(kind, top) for kind in (Kind.RANDOM, Kind.FULL) for top in (False, True)),
+)
 
 
 def choose_tokens(
     state: BatchState, logits: Array, rows: Array, *, variant: SamplerVariant, backend: str, max_logprobs: int
 ) -> tuple[BatchState, Array]:
-    """Sample ``logits[R, V]`` of ``rows[2, R]`` (slots, sequence lengths), and leave the tokens in the state for the
-    next step. Returns int32 ``[R, W]``: the token (NON_FINITE where the logits were broken), then unless it is greedy
-    its log-probability, then with top log-probabilities ``max_logprobs`` ids and theirs (floats by their bits)."""
-    slots, seq_lens = rows
+    """Sample ``logits[R, V]`` of ``rows[3, R]`` (slots, sequence lengths, whether the row samples), and leave the
+    tokens in the state for the next step. Returns int32 ``[R, W]``: the token (or one of FAULTS), then unless all are
+    greedy its log-probability, then with top log-probabilities ``max_logprobs`` ids and theirs (floats by their bits).
+    Those are of the logits as the model gave them."""
+    slots, seq_lens, _ = rows
     if variant.kind is Kind.GREEDY:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
         finite = jnp.isfinite(logits).all(-1)  # not of the maximum: whether that hands a NaN on depends on the backend
-        result = []
-    else:
-        tokens, normalizers = pallas_kernels.sample(logits, state.sampling_rows(slots), seq_lens, backend=backend)
-        finite = jnp.isfinite(normalizers)
-        result = [_bits(jnp.take_along_axis(logits, tokens[:, None], 1) - normalizers[:, None])]
-        if variant.top_logprobs:
-            top, ids = lax.top_k(logits, max_logprobs)
-            result += [ids, _bits(top - normalizers[:, None])]
-    result = [jnp.where(finite, tokens, NON_FINITE)[:, None], *result]
-    return state._replace(last_tokens=state.last_tokens.at[slots].set(tokens)), jnp.concatenate(result, 1)
+        return _remember(state, slots, tokens), jnp.where(finite, tokens, NON_FINITE)[:, None]
+    tokens, normalizers = pallas_kernels.sample(logits, state.sampling_rows(slots), seq_lens, backend=backend)
+    result = _result(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
+    return _remember(state, slots, tokens), result
+
+
+def choose_with_options(
+    state: BatchState,
+    options: OptionsState,
+    logits: Array,
+    rows: Array,
+    mask: Array,
+    *,
+    variant: SamplerVariant,
+    backend: str,
+    max_logprobs: int,
+) -> tuple[BatchState, OptionsState, Array]:
+    """The same, for any request. ``mask[R, ceil(V / 32)]`` has a bit for each token that a row may choose."""
+    slots, seq_lens, samples = rows
+    active = state.sampling[slots, HAS_OPTIONS] == 1
+    adjusted, normalizers = adjust(options, logits, rows[:2], active, mask, backend=backend)
+    tokens, _ = pallas_kernels.sample(adjusted, state.sampling_rows(slots), seq_lens, backend=backend)
+    result = _result(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
+    barred = (jnp.take_along_axis(adjusted, tokens[:, None], 1) == -jnp.inf) & (result[:, :1] != NON_FINITE)
+    result = result.at[:, :1].set(jnp.where(barred, NOTHING_ALLOWED, result[:, :1]))
+    return _remember(state, slots, tokens), record(options, slots, tokens, active & (samples == 1)), result
+
+
+def _remember(state: BatchState, slots: Array, tokens: Array) -> BatchState:
+    return state._replace(last_tokens=state.last_tokens.at[slots].set(tokens))
+
+
+def _result(tokens: Array, logits: Array, normalizers: Array, count: int) -> Array:
+    chosen = jnp.take_along_axis(logits, tokens[:, None], 1) - normalizers[:, None]
+    parts = [jnp.where(jnp.isfinite(normalizers), tokens, NON_FINITE)[:, None], _bits(chosen)]
+    if count:
+        top, ids = lax.top_k(logits, count)
+        parts += [ids, _bits(top - normalizers[:, None])]
+    return jnp.concatenate(parts, 1)
 
 
 def _bits(floats: Array) -> Array:
