@@ -15,6 +15,7 @@ import gzip
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,21 +124,20 @@ def time_chain(call: Callable[..., jax.Array], q: jax.Array, caches: list[list[j
         with jax.profiler.trace(directory):
             for _ in range(RUNS):
                 chain(q, caches).block_until_ready()
-        return kernel_seconds(Path(directory)) / (RUNS * CALLS)
+        return sum(kernel_seconds(Path(directory)).values()) / (RUNS * CALLS)
 
 
-def kernel_seconds(directory: Path) -> float:
-    """What all kernels of a trace took on the device."""
+def kernel_seconds(directory: Path) -> dict[str, float]:
+    """What the kernels of a trace took on the device, by name."""
     [path] = directory.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    on_device = [
-        e["dur"]
-        for e in events
-        if e.get("ph") == "X" and "GPU" in processes[e["pid"]] and "Stream" in threads.get((e["pid"], e["tid"]), "")
-    ]
-    return sum(on_device) / 1e6
+    seconds: dict[str, float] = defaultdict(float)
+    for e in events:
+        if e.get("ph") == "X" and "GPU" in processes[e["pid"]] and "Stream" in threads.get((e["pid"], e["tid"]), ""):
+            seconds[e["name"]] += e["dur"] / 1e6
+    return seconds
 
 
 if __name__ == "__main__":

@@ -15,6 +15,20 @@ INT64 = range(-(2**63), 2**63)
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORDS_TOKENISED = 2 * MAX_BAD_WORDS
+"""Each as it stands, and with a space before it."""
+MAX_BAD_WORD_TOKENS = 8
+
+RANGES = {
+    "temperature": (0.0, 1e4),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-3, 1e3),
+}
 
 
 class RequestError(ValueError):
@@ -45,6 +59,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Drop tokens less likely than this times the likeliest."""
     seed: int | None = None
     """The same seed and prompt give the same answer; None draws a fresh one."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the answer has already."""
+    frequency_penalty: float = 0.0
+    """Taken off them for each time."""
+    repetition_penalty: float = 1.0
+    """Makes tokens of the answer and of the prompt less likely where it is above 1: it divides logits above 0 and
+    multiplies others."""
+    logit_bias: dict[int, float] = {}
+    """What to add to the logits of some token ids, after the penalties."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens; None: any."""
+    bad_words: tuple[str, ...] = ()
+    """What the answer may not contain, neither so nor with a space before it, as the tokenizer splits it. Who has the
+    tokenizer puts the ids in ``bad_words_token_ids``."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer may not contain."""
+    min_tokens: int = 0
+    """Neither EOS nor a stop token or string ends the answer before it has this many tokens."""
     max_tokens: int | None = 16
     """Tokens to generate at most; None: as many as fit."""
     stop: tuple[str, ...] = ()
@@ -56,7 +88,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, 1e4), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if not isfinite(value) or not low <= value <= high:
                 raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
@@ -78,6 +110,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError(f"stop strings must have 1 to {MAX_STOP_LENGTH} characters")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias may hold at most {MAX_LOGIT_BIASES} ids, got {len(self.logit_bias)}")
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise ValueError(f"logit_bias must be between -100 and 100, got {bias} for {token}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must hold at least one id")
+        if len(self.bad_words) > MAX_BAD_WORDS or len(self.bad_words_token_ids) > MAX_BAD_WORDS_TOKENISED:
+            raise ValueError(f"bad_words may hold at most {MAX_BAD_WORDS} words")
+        if not all(self.bad_words) or not all(self.bad_words_token_ids):
+            raise ValueError("bad_words must not be empty")
+        longest = max(map(len, self.bad_words_token_ids), default=0)
+        if longest > MAX_BAD_WORD_TOKENS:
+            raise ValueError(f"bad_words may have at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {longest}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must not be more than max_tokens = {self.max_tokens}, got {self.min_tokens}")
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the sampler must know more of the request than its last logits."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words_token_ids
+            or self.min_tokens
+        )
 
     @property
     def greedy(self) -> bool:
@@ -143,6 +209,8 @@ class Request:
     """Tokens that end the answer: the caller's, and the model's EOS ids unless they are ignored."""
     arrival_time: float
     arrival_order: int
+    has_options: bool
+    """``sampling.has_options``, which is asked for every step."""
 
     status: Status = Status.WAITING
     slot: int = -1
@@ -191,4 +259,5 @@ class Request:
             stop_ids=stop_ids if item.sampling.ignore_eos else stop_ids | eos_ids,
             arrival_time=item.arrival_time,
             arrival_order=order,
+            has_options=item.sampling.has_options,
         )

@@ -6,6 +6,7 @@ K KV heads, D head size. A cache is ``[N, B, K, D]``; block 0 belongs to nobody 
 
 from pallas_kernels.dispatch import (
     add_rms_norm,
+    adjust_logits,
     backends,
     decode_attention,
     prefill_attention,
@@ -14,4 +15,13 @@ from pallas_kernels.dispatch import (
     swiglu,
 )
 
-__all__ = ["add_rms_norm", "backends", "decode_attention", "prefill_attention", "rope_and_write", "sample", "swiglu"]
+__all__ = [
+    "add_rms_norm",
+    "adjust_logits",
+    "backends",
+    "decode_attention",
+    "prefill_attention",
+    "rope_and_write",
+    "sample",
+    "swiglu",
+]

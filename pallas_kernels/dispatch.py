@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from pallas_kernels.adjust import Penalties
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -34,6 +35,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "prefill_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_prefill",
+    },
+    "adjust_logits": {
+        "reference": "pallas_kernels.adjust",
+        "triton": "pallas_kernels.triton_adjust",
     },
     "sample": {
         "reference": "pallas_kernels.sampling",
@@ -136,7 +141,25 @@ def prefill_attention(
     return run(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, **options)
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> Array:
-    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``; ``positions[R]`` is where the token will stand.
+def adjust_logits(
+    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, *, backend: str
+) -> tuple[Array, Array]:
+    """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed; and the logarithm of each row's sum of
+    exponentials before that, float32 ``[R]``, NaN where a logit is not finite.
+
+    ``seen[S, V]``, int16, says of each slot how often a token was generated, and by its sign whether the prompt has
+    it; ``slots[R]`` are the rows' own. ``allowed[R, ceil(V / 32)]`` holds a bit a token, id i in bit i % 32 of word
+    i // 32.
+    Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
+    """
+    run = _implementation("adjust_logits", backend)
+    result: tuple[Array, Array] = run(logits, seen, slots, penalties, allowed)
+    return result
+
+
+def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> tuple[Array, Array]:
+    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
+    exponentials, float32 ``[R]``, NaN where a logit is not finite; ``positions[R]`` is where the token will stand.
     Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding."""
-    return _implementation("sample", backend)(logits, rows, positions)
+    result: tuple[Array, Array] = _implementation("sample", backend)(logits, rows, positions)
+    return result

@@ -25,13 +25,26 @@ class SamplingRows(NamedTuple):
     choices: Array  # int32 [R]
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
-    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``; ``positions[R]`` is where the token will stand.
+def sample(logits: Array, rows: SamplingRows, positions: Array) -> tuple[Array, Array]:
+    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
+    exponentials, float32 ``[R]``, NaN where a logit is not finite. ``positions[R]`` is where the token will stand.
 
     Temperature, then min-p, top-k and top-p (over what top-k kept), then Gumbel-max: adding Gumbel noise and taking
     the largest samples the softmax exactly (Maddison et al., arXiv:1411.0030). The noise is Philox's, so the choice
     depends on the row's own logits, seed, choice index and position alone.
     """
+    greedy = jnp.argmax(logits, -1).astype(jnp.int32)
+    is_random = rows.temperature > 0
+    random = lax.cond(is_random.any(), lambda: _draw(logits, rows, positions), lambda: greedy)
+    return jnp.where(is_random, random, greedy), log_normalizers(logits)
+
+
+def log_normalizers(logits: Array) -> Array:
+    """The logarithm of each row's sum of exponentials ``[R]``, NaN where one of ``logits[R, V]`` is not finite."""
+    return jnp.where(jnp.isfinite(logits).all(-1), jax.nn.logsumexp(logits, -1), jnp.nan)
+
+
+def _draw(logits: Array, rows: SamplingRows, positions: Array) -> Array:
     # The largest is taken off first, or a tiny temperature would make it infinite.
     scores = logits - logits.max(-1, keepdims=True)
     scores = scores / jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -41,8 +54,7 @@ def sample(logits: Array, rows: SamplingRows, positions: Array) -> Array:
     # Rounded to 1 it would be infinite, and the only token kept would lose to those that are not.
     uniform = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1.0 - 2.0**-24)
     exponential = -jnp.log1p(-uniform)
-    random = jnp.argmax(scores - jnp.log(exponential), -1)
-    return jnp.where(rows.temperature > 0, random, jnp.argmax(logits, -1)).astype(jnp.int32)
+    return jnp.argmax(scores - jnp.log(exponential), -1).astype(jnp.int32)
 
 
 def keep_mask(logits: Array, scores: Array, rows: SamplingRows) -> Array:

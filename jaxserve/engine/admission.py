@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from jaxserve.engine.messages import ModelInfo
 from jaxserve.request import EngineRequest, RequestError, SamplingParams, fresh_seed
@@ -31,12 +32,16 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
     if low < 0 or high >= info.vocab_size:
         bad = low if low < 0 else high
         raise RequestError(f"Token id {bad} is not in [0, {info.vocab_size}).", param="prompt")
-    for token in sampling.stop_token_ids:
-        if not 0 <= token < info.vocab_size:
-            raise RequestError(
-                f"stop_token_ids holds {token}, which is not in [0, {info.vocab_size}).",
-                param="stop_token_ids",
-            )
+    named = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words": chain.from_iterable(sampling.bad_words_token_ids),
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if not 0 <= token < info.vocab_size:
+                raise RequestError(f"{name} holds {token}, which is not in [0, {info.vocab_size}).", param=name)
     if sampling.logprobs is not None and sampling.logprobs > info.max_logprobs:
         raise RequestError(
             f"logprobs may ask for at most {info.max_logprobs} tokens, got {sampling.logprobs}.",

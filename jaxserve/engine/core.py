@@ -173,9 +173,9 @@ class EngineCore:
         counted = 0
         for item, row in zip(submitted.step.schedule.rows, results, strict=True):
             request, tokens = self.scheduler.collect(item, row.token_ids)
-            if not row.finite and request.status is not Status.FINISHED:
+            if row.fault and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ERROR, request.num_output_tokens)
-                outputs.append(ClientOutput(request.client, _error(request, "the model gave non-finite logits")))
+                outputs.append(ClientOutput(request.client, _error(request, row.fault)))
                 finished.append(request.request_id)
             if not tokens:
                 continue

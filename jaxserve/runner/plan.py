@@ -14,6 +14,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.models.config import CheckpointError, ModelConfig
 from jaxserve.models.kv_cache import bytes_per_block
 from jaxserve.runner.buckets import Ladder, doubling
+from jaxserve.runner.options import options_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -169,9 +170,12 @@ def _kv_bytes(config: EngineConfig, device: jax.Device, param_bytes: int, progra
 
 def _program_bytes(plan: Plan, model: ModelConfig) -> int:
     """Device memory that steps take beside parameters and cache, at most: what a layer makes of the largest bucket's
-    tokens, the logits of the steps in flight and a sampler's copies of them, and what libraries keep."""
+    tokens, the logits of the steps in flight and a sampler's copies of them, optional sampling state, and what
+    libraries keep."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widths = 3 * model.intermediate_size + 4 * model.hidden_size + 2 * qkv
     bucket = plan.ladder.all()[-1]
     logits = 4 * bucket.rows * model.vocab_size
-    return bucket.tokens * widths * plan.dtype.itemsize + (plan.async_depth + 4) * logits + WORKSPACE_BYTES
+    activations = bucket.tokens * widths * plan.dtype.itemsize
+    optional = sum(a.size * a.dtype.itemsize for a in options_shapes(plan.max_num_seqs, model.vocab_size))
+    return activations + (plan.async_depth + 4) * logits + optional + WORKSPACE_BYTES

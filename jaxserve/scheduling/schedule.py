@@ -10,12 +10,23 @@ DEVICE_TOKEN = -1
 """In ``token_ids``: the token that the slot's last step sampled, which only the device may know yet."""
 
 
+class RowOptions(msgspec.Struct, frozen=True, gc=False):
+    """What optional sampling state is built from."""
+
+    token_ids: list[int]
+    """The whole sequence: the prompt, and what has been generated."""
+    prompt_len: int
+    stop_ids: frozenset[int]
+
+
 class RowSampling(msgspec.Struct, frozen=True, gc=False):
     """A request's sampling parameters, as its slot keeps them."""
 
     params: SamplingParams
     seed: int
     choice_index: int
+    options: RowOptions | None = None
+    """Given where ``params.has_options``."""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -46,6 +57,10 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """No row that samples wants randomness."""
     logprobs: bool = False
     """Some row that samples wants log-probabilities."""
+    top_logprobs: bool = False
+    """Also of tokens that were not chosen."""
+    options: bool = False
+    """Some row that samples has penalties, biases, bad words or the like."""
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
 

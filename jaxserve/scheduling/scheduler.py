@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from jaxserve.request import FinishReason, Request, Status
 from jaxserve.scheduling.kv_manager import KVManager
-from jaxserve.scheduling.schedule import DEVICE_TOKEN, RowSampling, ScheduledRequest, SchedulerOutput
+from jaxserve.scheduling.schedule import DEVICE_TOKEN, RowOptions, RowSampling, ScheduledRequest, SchedulerOutput
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ class Scheduler:
     def _commit(self, draft: _Draft) -> SchedulerOutput:
         decode: list[ScheduledRequest] = []
         prefill: list[ScheduledRequest] = []
-        greedy, logprobs = True, False
+        greedy, logprobs, top_logprobs, options = True, False, False, False
         for request, count in draft.counts.items():
             rows = prefill if _is_prefill(request, count) else decode
             row = self._schedule_request(request, count)
@@ -154,10 +154,19 @@ class Scheduler:
             if row.samples:
                 greedy &= request.sampling.greedy
                 logprobs |= row.wants_logprobs
+                top_logprobs |= bool(request.sampling.logprobs)
+                options |= request.has_options
         preempted, self._preempted = tuple(self._preempted), []
         admitted = tuple(r.request_id for r in draft.admitted)
         return SchedulerOutput(
-            decode=decode, prefill=prefill, greedy=greedy, logprobs=logprobs, preempted=preempted, admitted=admitted
+            decode=decode,
+            prefill=prefill,
+            greedy=greedy,
+            logprobs=logprobs,
+            top_logprobs=top_logprobs,
+            options=options,
+            preempted=preempted,
+            admitted=admitted,
         )
 
     def _schedule_request(self, request: Request, count: int) -> ScheduledRequest:
@@ -177,9 +186,7 @@ class Scheduler:
             samples=samples,
             new_blocks=request.block_ids[request.num_device_blocks : blocks],
             wants_logprobs=request.sampling.logprobs is not None,
-            sampling=None
-            if request.num_device_blocks
-            else RowSampling(request.sampling, request.seed, request.choice_index),
+            sampling=None if request.num_device_blocks else _row_sampling(request),
         )
         request.num_computed_tokens = end
         request.num_device_blocks = blocks
@@ -247,6 +254,13 @@ class Scheduler:
                 assert not request.block_ids and not request.steps_in_flight and request.slot < 0
             if request.status is Status.FINISHED:
                 assert request.steps_in_flight, f"{request.request_id} is finished but was not forgotten"
+
+
+def _row_sampling(request: Request) -> RowSampling:
+    options = None
+    if request.has_options:
+        options = RowOptions(list(request.token_ids), request.prompt_len, request.stop_ids)
+    return RowSampling(request.sampling, request.seed, request.choice_index, options)
 
 
 def _is_prefill(request: Request, count: int) -> bool:

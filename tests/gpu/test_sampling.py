@@ -20,7 +20,7 @@ def test_both_choose_the_same_tokens(vocab: int):
     rows = 512
     logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
     logits[::2] = np.asarray(jnp.asarray(logits[::2], jnp.bfloat16).astype(jnp.float32))
-    logits[1::4] /= 3  # flat: with top-p, narrowing takes several passes
+    logits[1::4] /= 3  # flat: top-p keeps tens of thousands
     logits[3::16, -64:] = -1e9
     logits[:8] = 2.0  # equal ones overflow the lists
     settings = SamplingRows(
@@ -33,5 +33,6 @@ def test_both_choose_the_same_tokens(vocab: int):
     )
     positions = rng.integers(0, 9000, rows).astype(np.int32)
     sample = jax.jit(pallas_kernels.sample, static_argnames="backend")
-    got, expected = (np.asarray(sample(logits, settings, positions, backend=b)) for b in ("triton", "reference"))
-    assert (got != expected).sum() <= 2
+    got, expected = (sample(logits, settings, positions, backend=b) for b in ("triton", "reference"))
+    assert (got[0] != expected[0]).sum() <= 2
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)

@@ -148,8 +148,9 @@ def test_prefill(name: str, scaled: bool):
     np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window, **options), atol=1e-5)
 
 
-def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan) -> tuple[np.ndarray, list]:
-    """The tokens, and what each kernel wrote. ``plan``: sizes, so small that a short row is work for all."""
+def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan):
+    """The tokens, the normalizers, and what each kernel wrote. ``plan``: sizes, so small that a short row is work for
+    all."""
     written = []
 
     def call(kernel, grid, operands, out, **parameters):
@@ -159,9 +160,12 @@ def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarra
         written.append([result.array for result in results])
         return results
 
-    chunks = {name: plan.pop(name) for name in ("chunk", "tile")}
-    shapes = dataclasses.replace(triton_sampling.plan_sampling(*logits.shape, **chunks), **plan)
-    return triton_sampling.run_kernels(call, shapes, logits, rows, positions).array, written
+    shapes = dataclasses.replace(triton_sampling.plan_sampling(*logits.shape), **plan)
+    tokens, normalizers = triton_sampling.run_kernels(call, shapes, logits, rows, positions)
+    return tokens.array, normalizers.array, written
+
+
+reference_sample = jax.jit(sampling.sample)
 
 
 def random_rows(rng: np.random.Generator, count: int, **given) -> sampling.SamplingRows:
@@ -203,24 +207,27 @@ def row_of(kind: str, rng: np.random.Generator, vocab: int) -> np.ndarray:
 KINDS = ("normal", "broad", "ties", "flat", "two values", "peaked", "wide", "masked", "infinite")
 
 
-@pytest.mark.parametrize(("chunk", "segment"), [(1024, 8), (256, 100)])
-def test_sampling_chooses_the_references_tokens(chunk: int, segment: int):
-    """Every combination of cuts on every kind of row, in one chunk and in several; where lists are short, many rows go
-    the slow way."""
+@pytest.mark.parametrize(("chunk", "segment", "stride"), [(1024, 16, 1), (256, 200, 4)])
+def test_sampling_chooses_the_references_tokens(chunk: int, segment: int, stride: int):
+    """Every combination of cuts on every kind of row, in one chunk and in several; where lists are short, or the sample
+    is small, many rows go the slow way."""
     rng = np.random.default_rng(0)
-    count, vocab = 4 * len(KINDS), 601
+    count, vocab = 3 * len(KINDS), 601
     logits = np.stack([row_of(KINDS[row % len(KINDS)], rng, vocab) for row in range(count)])
     rows, positions = random_rows(rng, count), rng.integers(0, 9000, count).astype(np.int32)
-    got, _ = sample(logits, rows, positions, chunk=chunk, tile=256, segment=segment, capacity=3 * segment)
-    expected = np.asarray(jax.jit(sampling.sample)(logits, rows, positions))
+    sizes = dict(chunk=chunk, segment=segment, stride=stride, listed=30, capacity=3 * segment, tile=256)
+    got, normalizers, _ = sample(logits, rows, positions, **sizes)
+    expected, expected_normalizers = map(np.asarray, reference_sample(logits, rows, positions))
     wrong = np.flatnonzero(got != expected)
     assert not len(wrong), [(KINDS[w % len(KINDS)], [column[w] for column in rows], got[w], expected[w]) for w in wrong]
+    np.testing.assert_allclose(normalizers, expected_normalizers, rtol=1e-6)
+    assert np.isnan(normalizers).sum() == 3  # the rows that are partly infinite
 
 
 def test_sampling_where_each_kept_token_is_likely():
     """One token too many or too few shows: three values on few tokens, so hot that all weigh about the same."""
     rng = np.random.default_rng(3)
-    count, vocab = 60, 12
+    count, vocab = 30, 12
     logits = rng.integers(0, 3, (count, vocab)).astype(np.float32)
     rows = random_rows(rng, count, temperature=100.0)._replace(
         top_p=rng.choice([0.31, 0.57, 1.0, 1.0], count).astype(np.float32),
@@ -228,32 +235,44 @@ def test_sampling_where_each_kept_token_is_likely():
         min_p=rng.choice([0.0, 0.0, 0.985, 0.995], count).astype(np.float32),
     )
     positions = np.arange(count, dtype=np.int32)
-    got, _ = sample(logits, rows, positions, chunk=256, tile=256, segment=4)
-    np.testing.assert_array_equal(got, jax.jit(sampling.sample)(logits, rows, positions))
+    got, *_ = sample(logits, rows, positions, chunk=256, tile=256, segment=4)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
 
 
-@pytest.mark.parametrize(("given", "segment"), [(dict(top_k=50), 20), (dict(top_p=0.9), 100)])
-def test_sampling_narrows_until_few_tokens_are_in_question(given: dict, segment: int):
+def exact_cut(row: np.ndarray, given: dict[str, float]) -> float:
+    """The logit of the last token kept, in float64; the temperature is 1."""
+    ordered = np.sort(row.astype(np.float64))[::-1]
+    if "top_k" in given:
+        return float(ordered[int(given["top_k"]) - 1])
+    weights = np.exp(ordered - ordered[0])
+    return float(ordered[np.searchsorted(np.cumsum(weights), given["top_p"] * weights.sum())])
+
+
+@pytest.mark.parametrize("given", [dict(top_k=50), dict(top_k=3000), dict(top_p=0.3), dict(top_p=0.95)])
+@pytest.mark.parametrize("kind", ["normal", "broad", "ties", "peaked"])
+def test_the_sample_tells_where_the_cut_is(kind: str, given: dict[str, float]):
+    """Between the bounds, and few tokens with it: no row goes the slow way."""
     rng = np.random.default_rng(1)
-    rows = random_rows(rng, 2, **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, **given})
-    logits = np.stack([row_of("normal", rng, 3000) for _ in range(2)])
-    positions = np.zeros(2, np.int32)
-    got, (_, first, second, third, drawn, _) = sample(logits, rows, positions, chunk=1024, tile=512, segment=segment)
-    np.testing.assert_array_equal(got, jax.jit(sampling.sample)(logits, rows, positions))
-    assert (first[0] != second[0]).any() and (second[0] == third[0]).all()  # the second pass suffices, the third rests
-    counts, listed = drawn[2:]
-    assert (counts.sum(1) > 0).all() and (counts.sum(1) <= segment).all()
-    assert (np.sort(listed[0, 0, : counts[0, 0]]) == listed[0, 0, : counts[0, 0]]).all()
+    count = 2
+    rows = random_rows(rng, count, **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, **given})
+    logits = np.stack([row_of(kind, rng, 20000) for _ in range(count)])
+    positions = np.zeros(count, np.int32)
+    got, _, (_, [bounds], drawn, _) = sample(logits, rows, positions, segment=4096, listed=700, stride=5)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
+    for row, (low, high) in zip(logits, bounds, strict=True):
+        assert low <= exact_cut(row, given) < high
+    assert ((drawn[3].sum(1) > 0) & (drawn[3].sum(1) < 4000)).all()
 
 
 def test_a_rows_sums_are_the_same_bits_in_any_batch():
     rng = np.random.default_rng(2)
     rows, positions = random_rows(rng, 3, temperature=1.0, top_p=0.9, top_k=0), np.arange(3, dtype=np.int32)
     logits = np.stack([row_of("normal", rng, 700) for _ in range(3)])
-    plan = dict(chunk=256, tile=256, segment=20)
-    together, written = sample(logits, rows, positions, **plan)
+    plan = dict(chunk=256, tile=256, listed=0)
+    together, _, written = sample(logits, rows, positions, **plan)
     last = sampling.SamplingRows(*(column[2:] for column in rows))
-    alone, written_alone = sample(logits[2:], last, positions[2:], **plan)
+    alone, _, written_alone = sample(logits[2:], last, positions[2:], **plan)
     assert together[2] == alone[0]
-    for a, b in zip(written[3], written_alone[3], strict=True):  # of the last narrowing pass
-        np.testing.assert_array_equal(a[2], b[0])
+    for kernel in (0, 1, 2):
+        for a, b in zip(written[kernel][:3], written_alone[kernel][:3], strict=True):
+            np.testing.assert_array_equal(a[2], b[0])

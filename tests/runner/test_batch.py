@@ -60,7 +60,8 @@ def check(decode, prefill, bucket: Bucket) -> None:
         _check_token(inputs, index, item.slot, token, item.seq_len - 1)
         assert at.decode_seq_lens[index] == item.seq_len
         assert at.decode_block_tables[index].tolist() == table(item.slot)
-        assert inputs.wanted[index] == index and inputs.rows[:, index].tolist() == [item.slot, item.seq_len]
+        assert inputs.wanted[index] == index
+        assert inputs.rows[:, index].tolist() == [item.slot, item.seq_len, item.samples]
     start = len(decode)
     for row, item in enumerate(prefill):
         first = item.seq_len - len(item.token_ids)
@@ -72,7 +73,7 @@ def check(decode, prefill, bucket: Bucket) -> None:
         assert at.prefill_seq_lens[row] == item.seq_len
         assert at.prefill_block_tables[row].tolist() == table(item.slot)
         assert inputs.wanted[place] == start - 1, "the last token of the chunk"
-        assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len]
+        assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len, item.samples]
     assert (at.query_start_loc[len(prefill) :] == start).all()
 
     assert (at.slot_mapping[start:] < BLOCK).all(), "padding writes into block 0"
@@ -81,7 +82,7 @@ def check(decode, prefill, bucket: Bucket) -> None:
     assert not at.prefill_seq_lens[len(prefill) :].any() and not at.prefill_block_tables[len(prefill) :].any()
     count = len(decode) + len(prefill)
     assert not at.decode_block_tables[count:].any()
-    assert (inputs.rows[0, count:] == SLOTS).all() and not inputs.rows[1, count:].any()
+    assert (inputs.rows[0, count:] == SLOTS).all() and not inputs.rows[1:, count:].any()
     assert inputs.wanted.shape == (bucket.rows,)
     assert (inputs.wanted >= 0).all() and (inputs.wanted < bucket.tokens).all()
 
