@@ -98,6 +98,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     choice_index: int = 0
     arrival_time: float = 0.0
     """``time.monotonic()`` when the request came in; one clock for all processes of a machine."""
+    group: str = ""
+    """The call that this answer belongs to; all of a call's answers can be aborted by it."""
+    priority: int = 0
+    """Lower goes first, where the scheduling policy heeds it."""
+    cache_salt: str | None = None
+    """Cached blocks are shared only between requests of the same salt."""
+    deadline: float | None = None
+    """``time.monotonic()`` at which the answer ends with what it has by then."""
 
 
 def fresh_seed() -> int:
@@ -143,11 +151,27 @@ class Request:
     """Tokens that end the answer: the caller's, and the model's EOS ids unless they are ignored."""
     arrival_time: float
     arrival_order: int
+    group: str = ""
+    priority: int = 0
+    cache_salt: str | None = None
+    takes_cached_blocks: bool = True
+    """False for one that wants to know something of every prompt token, so that all must be computed."""
+    rank: tuple[float, int] = (0.0, 0)
+    """The scheduler's order: the lowest is admitted first and preempted last."""
 
     status: Status = Status.WAITING
     slot: int = -1
     """Row of the device's batch state while running."""
     block_ids: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)
+    """The root's, then those of the first full blocks, as far as somebody asked; known tokens never change."""
+    num_published_blocks: int = 0
+    announced_block: bytes | None = None
+    """Name of the block that this request computes next and that others wait for."""
+    awaited_block: bytes | None = None
+    """Name of the block that this request waits for while another one computes it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found computed when the request was first admitted."""
     num_device_blocks: int = 0
     """Of these, how many stand in the device's block table."""
     num_computed_tokens: int = 0
@@ -191,4 +215,7 @@ class Request:
             stop_ids=stop_ids if item.sampling.ignore_eos else stop_ids | eos_ids,
             arrival_time=item.arrival_time,
             arrival_order=order,
+            group=item.group,
+            priority=item.priority,
+            cache_salt=item.cache_salt,
         )

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,15 +15,17 @@ import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import admission
 from jaxserve.engine.events import StepEvent
-from jaxserve.engine.messages import ModelInfo, Timings, TokenLogprobs, TokenOutput
+from jaxserve.engine.messages import DEADLINE, ModelInfo, Timings, TokenLogprobs, TokenOutput
+from jaxserve.engine.throughput import Throughput
 from jaxserve.metrics import Metrics
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestError, Status
 from jaxserve.runner import compiles
 from jaxserve.runner.plan import Plan
 from jaxserve.runner.runner import ModelRunner, PendingStep, RowOutput
+from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
-from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduling.scheduler import Scheduler, SchedulingPolicy
 
 logger = logging.getLogger(__name__)
 
@@ -60,12 +63,15 @@ class EngineCore:
         eos_ids: frozenset[int],
         model_name: str = "",
         startup_seconds: dict[str, float] | None = None,
+        prefix_caching: bool = True,
+        policy: SchedulingPolicy = "fcfs",
     ) -> None:
         plan = runner.plan
         self.runner = runner
         self.scheduler = Scheduler(
             SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.ladder.max_prefill_rows),
-            KVManager(runner.num_blocks, plan.block_size),
+            KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching),
+            policy,
         )
         max_kv_tokens = self.scheduler.kv.pool.num_usable * plan.block_size
         self.info = ModelInfo(
@@ -84,12 +90,18 @@ class EngineCore:
                 "num_gpu_blocks": str(runner.num_blocks),
                 "cache_dtype": str(plan.dtype),
                 "attention_backend": plan.attention_backend,
+                "enable_prefix_caching": str(prefix_caching),
             },
             compile_counts=compiles.counts,
         )
         self._eos_ids = eos_ids
         self._depth = plan.async_depth
         self._pending: deque[_Submitted] = deque()
+        self.throughput = Throughput()
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap; requests that have ended meanwhile are still in it."""
+        self._groups: dict[str, set[str]] = {}
+        """Unfinished requests by the call that they belong to."""
         self._arrivals = 0
         self._generated = 0
         """Tokens that metrics do not know of yet: they hear of them once a step."""
@@ -107,6 +119,8 @@ class EngineCore:
             eos_ids=model.eos_token_ids,
             model_name=model_name or config.model,
             startup_seconds=runner.startup_seconds,
+            prefix_caching=config.enable_prefix_caching,
+            policy=config.scheduling_policy,
         )
 
     def has_work(self) -> bool:
@@ -121,6 +135,9 @@ class EngineCore:
         request = Request.create(item, client=client, eos_ids=self._eos_ids, order=self._arrivals)
         self.scheduler.add(request)
         self._arrivals += 1
+        if item.deadline is not None:
+            heappush(self._deadlines, (item.deadline, item.request_id))
+        self._groups.setdefault(request.group, set()).add(request.request_id)
         self._publish()
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -130,14 +147,29 @@ class EngineCore:
             if request is not None and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ABORT, request.num_output_tokens)
 
+    def abort_group(self, group: str) -> list[ClientOutput]:
+        """End all answers of a call, and give each its last output; an unknown group is ignored."""
+        outputs = []
+        for request_id in sorted(self._groups.get(group, ())):
+            request = self.scheduler.get(request_id)
+            assert request is not None
+            self._finish(request, FinishReason.ABORT, request.num_output_tokens)
+            outputs.append(ClientOutput(request.client, _ending(request)))
+        return outputs
+
     def finish(self, request_id: str, kept_tokens: int) -> None:
         """A client saw a stop string end: the answer is the first ``kept_tokens`` generated tokens."""
         request = self.scheduler.get(request_id)
         if request is not None and request.status is not Status.FINISHED:
             self._finish(request, FinishReason.STOP, min(kept_tokens, request.num_output_tokens))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what the KV blocks hold, so that later requests compute everything themselves."""
+        self.scheduler.kv.reset_cache()
+
     def step(self) -> list[ClientOutput]:
         """Submit steps up to the asynchronous depth, collect the oldest, and return what it gave."""
+        expired = self._expire() if self._deadlines else []
         while len(self._pending) < self._depth:
             schedule = self.scheduler.schedule()
             if schedule is None:
@@ -146,11 +178,23 @@ class EngineCore:
             self._mark_admitted(schedule, now)
             self._pending.append(_Submitted(self.runner.submit(schedule), now))
         if not self._pending:
-            return []
+            return expired
         # Waited for before it is taken from the queue: an interrupt while waiting loses nothing.
         results = self._pending[0].step.result().rows
         outputs = self._collect(self._pending.popleft(), results)
         self._publish()
+        return expired + outputs
+
+    def _expire(self) -> list[ClientOutput]:
+        """End the answers whose time is up with what they have."""
+        outputs = []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heappop(self._deadlines)
+            request = self.scheduler.get(request_id)
+            if request is not None and request.status is not Status.FINISHED:
+                self._finish(request, FinishReason.LENGTH, request.num_output_tokens)
+                outputs.append(ClientOutput(request.client, _ending(request, stop_reason=DEADLINE)))
         return outputs
 
     def check_integrity(self) -> None:
@@ -172,10 +216,11 @@ class EngineCore:
         finished: list[str] = []
         counted = 0
         for item, row in zip(submitted.step.schedule.rows, results, strict=True):
-            request, tokens = self.scheduler.collect(item, row.token_ids)
+            request, tokens = self.scheduler.collect(item, row.token_ids, finite=row.finite)
             if not row.finite and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ERROR, request.num_output_tokens)
-                outputs.append(ClientOutput(request.client, _error(request, "the model gave non-finite logits")))
+                error = _ending(request, error="the model gave non-finite logits")
+                outputs.append(ClientOutput(request.client, error))
                 finished.append(request.request_id)
             if not tokens:
                 continue
@@ -212,6 +257,11 @@ class EngineCore:
             # before the client's word of a stop string comes, the tokens between count as generated.)
             self._generated += output_tokens
         self.metrics.finished(request, output_tokens)
+        self.throughput.finished(output_tokens)
+        group = self._groups[request.group]
+        group.remove(request.request_id)
+        if not group:
+            del self._groups[request.group]
 
     def _record(self, submitted: _Submitted, now: float, finished: list[str], counted: int) -> None:
         schedule = submitted.step.schedule
@@ -224,6 +274,9 @@ class EngineCore:
             padded_tokens=submitted.step.bucket.tokens,
             admitted=schedule.admitted,
             preempted=schedule.preempted,
+            queried_tokens=schedule.queried_tokens,
+            cached_tokens=schedule.cached_tokens,
+            num_evicted=schedule.num_evicted,
             finished=tuple(finished),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -231,6 +284,7 @@ class EngineCore:
         )
         self.events.append(event)
         self.metrics.step(event, counted)
+        self.throughput.step(submitted.time, now, schedule.num_tokens)
 
     def _publish(self) -> None:
         """Tell the metrics how things stand."""
@@ -255,16 +309,21 @@ def _output(request: Request, item: ScheduledRequest, row: RowOutput, tokens: li
         finish_reason=request.finish_reason.value if done and request.finish_reason else None,
         stop_reason=tokens[-1] if stopped else None,
         timings=_timings(request) if done else None,
+        cached_tokens=request.num_cached_tokens,
     )
 
 
-def _error(request: Request, message: str) -> TokenOutput:
+def _ending(request: Request, *, stop_reason: str | None = None, error: str | None = None) -> TokenOutput:
+    """The last output of a request that ends between two tokens."""
+    assert request.finish_reason is not None
     return TokenOutput(
         request_id=request.request_id,
         token_ids=[],
-        finish_reason="error",
-        error=message,
+        finish_reason=request.finish_reason.value,
+        stop_reason=stop_reason,
+        error=error,
         timings=_timings(request),
+        cached_tokens=request.num_cached_tokens,
     )
 
 

@@ -19,6 +19,12 @@ class StepEvent:
     """… and the tokens of the bucket that it ran in."""
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
+    queried_tokens: int
+    """Tokens of first admitted requests that looked for cached blocks …"""
+    cached_tokens: int
+    """… and how many of those they found."""
+    num_evicted: int
+    """Cached blocks that gave way."""
     finished: tuple[str, ...]
     running: int
     waiting: int

@@ -22,14 +22,17 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.core import ClientOutput, EngineCore
 from jaxserve.engine.messages import (
     Abort,
+    AbortGroup,
     Add,
     Call,
     ClientMessage,
     EngineMessage,
     Finish,
     Hello,
+    Load,
     Outputs,
     Ready,
+    Refused,
     Reply,
     TokenOutput,
 )
@@ -68,6 +71,8 @@ class EngineServer:
         self._encoder = msgspec.msgpack.Encoder()
         self._last_sent: dict[bytes, float] = {}
         """When each client last heard of us."""
+        self._received: dict[bytes, int] = defaultdict(int)
+        """Requests that each client has sent."""
 
     def run(self) -> None:
         """Serve for ever; an exception out of here is a crash of the engine."""
@@ -90,6 +95,10 @@ class EngineServer:
                 self._add(client, requests)
             case Abort(request_ids):
                 self._core.abort(request_ids)
+            case AbortGroup(group):
+                self._send_outputs(self._core.abort_group(group))
+            case Refused(reason):
+                self._core.metrics.refused(reason)
             case Finish(request_id, kept_tokens):
                 self._core.finish(request_id, kept_tokens)
             case Call(call_id, method):
@@ -98,6 +107,7 @@ class EngineServer:
                 self._send(client, Ready(self._core.info))
 
     def _add(self, client: bytes, requests: list[EngineRequest]) -> None:
+        self._received[client] += len(requests)
         refused = []
         for item in requests:
             try:
@@ -107,7 +117,7 @@ class EngineServer:
                     TokenOutput(request_id=item.request_id, token_ids=[], finish_reason="error", error=str(error))
                 )
         if refused:
-            self._send(client, Outputs(refused))
+            self._send(client, Outputs(refused, self._load(client)))
 
     def _call(self, method: str) -> bytes:
         match method:
@@ -116,6 +126,9 @@ class EngineServer:
             case "load":
                 scheduler = self._core.scheduler
                 return self._encoder.encode({"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            case "reset_prefix_cache":
+                self._core.reset_prefix_cache()
+                return b""
             case _:
                 return b""
 
@@ -126,7 +139,18 @@ class EngineServer:
         now = time.monotonic()
         for client, last in self._last_sent.items():
             if client in by_client or now - last > SIGN_OF_LIFE_SECONDS:
-                self._send(client, Outputs(by_client[client]))
+                self._send(client, Outputs(by_client[client], self._load(client)))
+
+    def _load(self, client: bytes) -> Load:
+        core, scheduler = self._core, self._core.scheduler
+        waiting, tokens = len(scheduler.waiting), scheduler.waiting_tokens
+        return Load(
+            waiting=waiting,
+            waiting_tokens=tokens,
+            wait_seconds=core.throughput.wait_seconds(waiting, tokens),
+            free_slots=scheduler.num_free_slots,
+            received=self._received[client],
+        )
 
     def _send(self, client: bytes, message: EngineMessage) -> None:
         self._last_sent[client] = time.monotonic()

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxserve.models.attention import AttentionInputs
 from jaxserve.runner.buckets import Bucket
-from jaxserve.scheduling.schedule import RowSampling, SchedulerOutput
+from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, RowSampling, SchedulerOutput
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -65,7 +65,7 @@ class _Layout(NamedTuple):
             bucket.decode_rows,
             prefill + 1,
             prefill * (1 + SAMPLING_WORDS),
-            3 * (bucket.prefill_tokens // block_size + prefill),
+            3 * (bucket.prefill_tokens // block_size + prefill + MAX_CACHED_BLOCKS) if prefill else 0,
             bucket.tokens,
         )
         ends = np.cumsum(sizes).tolist()

@@ -80,10 +80,10 @@ class PendingStep:
         chosen = tokens[self._places].tolist()
         rows = []
         for place, token, item in zip(self._places, chosen, self.schedule.rows, strict=True):
-            if not item.samples:
-                rows.append(NO_TOKEN)
-            elif token == NON_FINITE:
+            if token == NON_FINITE:
                 rows.append(RowOutput([], finite=False))
+            elif not item.samples:
+                rows.append(NO_TOKEN)
             elif item.wants_logprobs:
                 top = tuple(top_ids[place].tolist()), tuple(top_logprobs[place].tolist())
                 rows.append(RowOutput([token], True, float(logprobs[place]), *top))

@@ -9,6 +9,9 @@ from jaxserve.request import SamplingParams
 DEVICE_TOKEN = -1
 """In ``token_ids``: the token that the slot's last step sampled, which only the device may know yet."""
 
+MAX_CACHED_BLOCKS = 8192
+"""Blocks that hold computed tokens already and that the requests of one step can bring along to their slots."""
+
 
 class RowSampling(msgspec.Struct, frozen=True, gc=False):
     """A request's sampling parameters, as its slot keeps them."""
@@ -48,6 +51,12 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Some row that samples wants log-probabilities."""
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
+    queried_tokens: int = 0
+    """Tokens of the requests that were admitted for the first time and looked for cached blocks …"""
+    cached_tokens: int = 0
+    """… and how many of those they found."""
+    num_evicted: int = 0
+    """Cached blocks that gave way since the step before."""
 
     @property
     def rows(self) -> list[ScheduledRequest]:

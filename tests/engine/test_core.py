@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import jax
 import numpy as np
@@ -223,3 +224,38 @@ def test_events_tell_what_each_step_did(llm):
     assert [e.num_tokens for e in engine.events] == [64, 6] + [1] * 5
     assert all(e.padded_tokens >= e.num_tokens for e in engine.events)
     assert np.all(np.diff([e.collected for e in engine.events]) > 0)
+
+
+def test_a_deadline_ends_an_answer_with_what_it_has(llm):
+    engine = llm("tiny-llama-3.1").engine
+    now = time.monotonic()
+    [running] = make_requests("deadline-runs", [5] * 4, GREEDY, engine.info, deadline=now + 0.5)
+    [late] = make_requests("deadline-passed", [5] * 4, GREEDY, engine.info, deadline=now - 1)
+    [free] = make_requests("deadline-none", [5] * 4, GREEDY, engine.info)
+    for request in (running, late, free):
+        engine.add_request(request)
+    first = {output.request_id: output for _, output in engine.step()}
+    assert first[late.request_id].finish_reason == "length" and first[late.request_id].stop_reason == "deadline"
+    assert first[running.request_id].token_ids and not first[running.request_id].finish_reason
+    time.sleep(0.5)
+    outputs = drain(engine)
+    assert outputs[running.request_id][0].stop_reason == "deadline" and len(outputs[running.request_id]) == 1
+    assert outputs[free.request_id][-1].finish_reason == "length" and outputs[free.request_id][-1].stop_reason is None
+
+
+def test_all_answers_of_a_call_are_one_group_for_abort(llm):
+    engine = llm("tiny-llama-3.1").engine
+    ids = []
+    for prompt in range(3):
+        for request in make_requests(
+            f"call-{prompt}", [5 + prompt] * 4, SamplingParams(n=2), engine.info, group="call"
+        ):
+            engine.add_request(request)
+            ids.append(request.request_id)
+    [other] = add(engine, "other")
+    engine.step()
+    ended = engine.abort_group("call")
+    assert sorted(output.request_id for _, output in ended) == sorted(ids)
+    assert {output.finish_reason for _, output in ended} == {"abort"}
+    assert engine.abort_group("call") == engine.abort_group("unknown") == []
+    assert set(drain(engine)) == {other}
