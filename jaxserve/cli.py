@@ -96,6 +96,7 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--request-timeout", type=float, metavar="S", help="answers end with what they have after this time [none]"
     )
+    group.add_argument("--enable-debug-steps", action="store_true", help="GET /debug/steps shows the last steps")
     group.add_argument("--log-level", choices=options.LOG_LEVELS, help="[info]")
     group.add_argument("--log-json", action="store_true", help="log JSON objects, one a line")
 

@@ -104,6 +104,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_tokens: int | None = None
     request_timeout: float | None = None
     """Seconds after which an answer ends with what it has, waiting included."""
+    enable_debug_steps: bool = False
+    """GET /debug/steps tells what the last steps computed, for whom."""
     max_body_bytes: int = 32 * 1024 * 1024
     max_choices: int = 128
     """Bound on n, and on prompts x n of one call (times eight)."""

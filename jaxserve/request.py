@@ -165,6 +165,8 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     block_names: list[bytes] = field(default_factory=list)
     """The root's, then those of the first full blocks, as far as somebody asked; known tokens never change."""
+    num_passed_blocks: int = 0
+    """Of the first blocks, how many a sliding window has passed: they were freed, and block 0 stands for them."""
     num_published_blocks: int = 0
     announced_block: bytes | None = None
     """Name of the block that this request computes next and that others wait for."""

@@ -50,6 +50,8 @@ class ClientOutput(NamedTuple):
 class _Submitted:
     step: PendingStep
     time: float
+    schedule_seconds: float
+    submit_seconds: float
 
 
 class EngineCore:
@@ -64,16 +66,19 @@ class EngineCore:
         model_name: str = "",
         startup_seconds: dict[str, float] | None = None,
         prefix_caching: bool = True,
+        window: int | None = None,
         policy: SchedulingPolicy = "fcfs",
     ) -> None:
         plan = runner.plan
         self.runner = runner
         self.scheduler = Scheduler(
             SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.ladder.max_prefill_rows),
-            KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching),
+            KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching, window=window),
             policy,
         )
         max_kv_tokens = self.scheduler.kv.pool.num_usable * plan.block_size
+        if window is not None and max_kv_tokens >= window + plan.max_num_batched_tokens + 2 * plan.block_size:
+            max_kv_tokens = max(max_kv_tokens, plan.max_model_len)  # no request ever holds more than that
         self.info = ModelInfo(
             vocab_size=vocab_size,
             max_model_len=min(plan.max_model_len, max_kv_tokens) if plan.fit_model_len else plan.max_model_len,
@@ -102,6 +107,9 @@ class EngineCore:
         """A heap; requests that have ended meanwhile are still in it."""
         self._groups: dict[str, set[str]] = {}
         """Unfinished requests by the call that they belong to."""
+        self.stalled = False
+        """Requests wait, and nothing moves."""
+        self._compiled = compiles.total()
         self._arrivals = 0
         self._generated = 0
         """Tokens that metrics do not know of yet: they hear of them once a step."""
@@ -120,6 +128,7 @@ class EngineCore:
             model_name=model_name or config.model,
             startup_seconds=runner.startup_seconds,
             prefix_caching=config.enable_prefix_caching,
+            window=None if None in model.windows else max(w for w in model.windows if w),
             policy=config.scheduling_policy,
         )
 
@@ -171,19 +180,32 @@ class EngineCore:
         """Submit steps up to the asynchronous depth, collect the oldest, and return what it gave."""
         expired = self._expire() if self._deadlines else []
         while len(self._pending) < self._depth:
+            start = time.monotonic()
             schedule = self.scheduler.schedule()
             if schedule is None:
                 break
             now = time.monotonic()
             self._mark_admitted(schedule, now)
-            self._pending.append(_Submitted(self.runner.submit(schedule), now))
+            step = self.runner.submit(schedule)
+            self._pending.append(_Submitted(step, now, now - start, time.monotonic() - now))
         if not self._pending:
+            self._check_stalled()
             return expired
+        start = time.monotonic()
         # Waited for before it is taken from the queue: an interrupt while waiting loses nothing.
         results = self._pending[0].step.result().rows
-        outputs = self._collect(self._pending.popleft(), results)
+        now = time.monotonic()
+        outputs = self._collect(self._pending.popleft(), results, now, now - start)
         self._publish()
         return expired + outputs
+
+    def _check_stalled(self) -> None:
+        """Requests wait, and nothing is in flight whose end could change anything: that must not happen."""
+        if not self.scheduler.waiting:
+            return
+        if not self.stalled:
+            logger.error("no request can be admitted, and nothing runs: %s", self.scheduler.why_waiting())
+        self.stalled = True
 
     def _expire(self) -> list[ClientOutput]:
         """End the answers whose time is up with what they have."""
@@ -210,8 +232,9 @@ class EngineCore:
             assert request is not None
             request.scheduled_time = request.scheduled_time or now
 
-    def _collect(self, submitted: _Submitted, results: list[RowOutput]) -> list[ClientOutput]:
-        now = time.monotonic()
+    def _collect(
+        self, submitted: _Submitted, results: list[RowOutput], now: float, wait_seconds: float
+    ) -> list[ClientOutput]:
         outputs: list[ClientOutput] = []
         finished: list[str] = []
         counted = 0
@@ -229,7 +252,8 @@ class EngineCore:
                 self._count_finished(request, request.num_output_tokens)
                 finished.append(request.request_id)
             outputs.append(ClientOutput(request.client, _output(request, item, row, tokens)))
-        self._record(submitted, now, finished, counted)
+        self.stalled = False
+        self._record(submitted, now, wait_seconds, finished, counted)
         return outputs
 
     def _count_tokens(self, request: Request, tokens: int, now: float) -> int:
@@ -263,13 +287,22 @@ class EngineCore:
         if not group:
             del self._groups[request.group]
 
-    def _record(self, submitted: _Submitted, now: float, finished: list[str], counted: int) -> None:
+    def _record(
+        self, submitted: _Submitted, now: float, wait_seconds: float, finished: list[str], counted: int
+    ) -> None:
         schedule = submitted.step.schedule
+        compiled, self._compiled = compiles.total() - self._compiled, compiles.total()
         event = StepEvent(
             submitted=submitted.time,
             collected=now,
+            schedule_seconds=submitted.schedule_seconds,
+            submit_seconds=submitted.submit_seconds,
+            wait_seconds=wait_seconds,
+            bucket=str(submitted.step.bucket),
+            compiled=compiled,
             decode_requests=tuple(r.request_id for r in schedule.decode),
             prefill_requests=tuple(r.request_id for r in schedule.prefill),
+            prefill_tokens=tuple(len(r.token_ids) for r in schedule.prefill),
             num_tokens=schedule.num_tokens,
             padded_tokens=submitted.step.bucket.tokens,
             admitted=schedule.admitted,

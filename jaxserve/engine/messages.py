@@ -86,7 +86,7 @@ class Refused(Message, frozen=True):
 
 class Call(Message, frozen=True):
     """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting),
-    ``reset_prefix_cache``."""
+    ``reset_prefix_cache``, ``debug_steps`` (the last steps as JSON)."""
 
     call_id: int
     method: str

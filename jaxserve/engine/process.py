@@ -19,6 +19,7 @@ import zmq
 
 from jaxserve import lifeline, logs
 from jaxserve.config import EngineConfig
+from jaxserve.engine import events
 from jaxserve.engine.core import ClientOutput, EngineCore
 from jaxserve.engine.messages import (
     Abort,
@@ -44,6 +45,9 @@ logger = logging.getLogger("jaxserve.engine.process")  # __name__ is __main__
 EXIT_STARTUP_FAILED = 1
 EXIT_CRASHED = 70
 SIGN_OF_LIFE_SECONDS = 1
+STALL_PAUSE_SECONDS = 0.1
+EVENTS_SHOWN = 256
+EVENTS_IN_CRASH_REPORT = 8
 
 
 class EngineTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,6 +87,8 @@ class EngineServer:
                 self._core.metrics.idle(time.monotonic() - start)
             self._receive()
             self._send_outputs(self._core.step())
+            if self._core.stalled:
+                time.sleep(STALL_PAUSE_SECONDS)
 
     def _receive(self) -> None:
         while self._socket.poll(0):
@@ -126,6 +132,8 @@ class EngineServer:
             case "load":
                 scheduler = self._core.scheduler
                 return self._encoder.encode({"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            case "debug_steps":
+                return events.to_json(list(self._core.events)[-EVENTS_SHOWN:])
             case "reset_prefix_cache":
                 self._core.reset_prefix_cache()
                 return b""
@@ -138,12 +146,13 @@ class EngineServer:
             by_client[client].append(output)
         now = time.monotonic()
         for client, last in self._last_sent.items():
-            if client in by_client or now - last > SIGN_OF_LIFE_SECONDS:
+            # An engine that stalls gives no sign of life, so that its health turns bad.
+            if client in by_client or (now - last > SIGN_OF_LIFE_SECONDS and not self._core.stalled):
                 self._send(client, Outputs(by_client[client], self._load(client)))
 
     def _load(self, client: bytes) -> Load:
         core, scheduler = self._core, self._core.scheduler
-        waiting, tokens = len(scheduler.waiting), scheduler.waiting_tokens
+        waiting, tokens = len(scheduler.waiting), scheduler.waiting.num_tokens
         return Load(
             waiting=waiting,
             waiting_tokens=tokens,
@@ -183,7 +192,8 @@ def main() -> int:
     try:
         EngineServer(core, socket).run()
     except Exception:
-        logger.critical("the engine crashed; its last step was %s", list(core.events)[-1:], exc_info=True)
+        last = events.to_json(list(core.events)[-EVENTS_IN_CRASH_REPORT:]).decode()
+        logger.critical("the engine crashed; its last steps were\n%s", last, exc_info=True)
     return EXIT_CRASHED
 
 

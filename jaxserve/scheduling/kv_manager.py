@@ -19,9 +19,13 @@ class KVManager:
     computing it too.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, window: int | None = None
+    ) -> None:
         self.pool = BlockPool(num_blocks)
         self.block_size = block_size
+        self.window = window
+        """Tokens that the layer with the widest view sees, the current one included; None if a layer sees all."""
         self.prefix_caching = prefix_caching
         self._announced: dict[bytes, Request] = {}
         """The next block of each request that runs and has one whose tokens are known, by name."""
@@ -34,10 +38,14 @@ class KVManager:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    def passed_blocks(self, num_tokens: int) -> int:
+        """How many of a sequence's first blocks no later token sees once this many tokens are computed."""
+        return 0 if self.window is None else max(num_tokens + 1 - self.window, 0) // self.block_size
+
     def fits(self, num_tokens: int, cached: list[int], spare: int) -> bool:
         """Whether a request without blocks could get them for this many tokens now, the ``cached`` ones among them,
         and leave ``spare`` blocks free."""
-        taken = sum(not self.pool.is_held(block) for block in cached)
+        taken = sum(block > 0 and not self.pool.is_held(block) for block in cached)
         return self.blocks_for(num_tokens) - len(cached) + taken + spare <= self.pool.num_free
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -55,13 +63,23 @@ class KVManager:
         """Take the request's blocks away."""
         self.withdraw_announcement(request)
         # The tail first: it is of no use without the beginning, and the beginning is what others are likely to share.
-        self.pool.release(reversed(request.block_ids))
+        self.pool.release(reversed(request.block_ids[request.num_passed_blocks :]))
         request.block_ids = []
-        request.num_published_blocks = 0
+        request.num_published_blocks = request.num_passed_blocks = 0
+
+    def free_passed(self, request: Request, num_tokens: int) -> None:
+        """Free the blocks that the window has passed when this many tokens are computed. They become block 0; the
+        device's table may still name them, but nothing looks at it there."""
+        first, end = request.num_passed_blocks, self.passed_blocks(num_tokens)
+        if end > first:
+            self.pool.release(request.block_ids[first:end])
+            request.block_ids[first:end] = [0] * (end - first)
+            request.num_passed_blocks = end
 
     def find_cached(self, request: Request) -> list[int]:
         """The blocks that hold the request's first tokens already. Its last token is never among them, since somebody
-        must compute what comes next; it is computed with its whole block, so that no shared block is written."""
+        must compute what comes next; it is computed with its whole block, so that no shared block is written. Block 0
+        stands for those that the window has passed by then."""
         if not self.prefix_caching or not request.takes_cached_blocks:
             return []
         blocks: list[int] = []
@@ -70,6 +88,8 @@ class KVManager:
             if block is None:
                 break
             blocks.append(block)
+        passed = self.passed_blocks(len(blocks) * self.block_size)
+        blocks[:passed] = [0] * passed
         return blocks
 
     def awaited(self, request: Request, num_cached: int) -> bytes | None:
@@ -89,7 +109,8 @@ class KVManager:
     def take_cached(self, request: Request, blocks: list[int]) -> None:
         """Begin the request's table with blocks that ``find_cached`` gave."""
         assert not request.block_ids
-        self.pool.acquire(blocks)
+        request.num_passed_blocks = self.passed_blocks(len(blocks) * self.block_size)
+        self.pool.acquire(blocks[request.num_passed_blocks :])
         request.block_ids = list(blocks)
         request.num_published_blocks = len(blocks)
 
@@ -120,7 +141,7 @@ class KVManager:
 
     def distrust(self, request: Request) -> None:
         """The request went wrong: nobody else shall find the blocks that it wrote or read."""
-        self.pool.withdraw(request.block_ids)
+        self.pool.withdraw(request.block_ids[request.num_passed_blocks :])
 
     def reset_cache(self) -> None:
         """Forget what all blocks hold."""
@@ -138,8 +159,10 @@ class KVManager:
 
     def check_integrity(self, requests: Iterable[Request]) -> None:
         requests = list(requests)
-        self.pool.check_integrity(Counter(block for request in requests for block in request.block_ids))
+        held = [request.block_ids[request.num_passed_blocks :] for request in requests]
+        self.pool.check_integrity(Counter(block for blocks in held for block in blocks))
         announced = {request.announced_block: request for request in requests if request.announced_block is not None}
         assert announced == self._announced, "a block is announced by nobody who computes it"
         for request in requests:
             assert request.num_published_blocks <= len(request.block_ids)
+            assert not any(request.block_ids[: request.num_passed_blocks])

@@ -13,15 +13,14 @@ and then somebody else is the best. Ranks never change, and those of later arriv
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
-from operator import attrgetter
 from typing import Literal
 
 from jaxserve.request import FinishReason, Request, Status
 from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import DEVICE_TOKEN, RowSampling, ScheduledRequest, SchedulerOutput
+from jaxserve.scheduling.waiting import WaitingQueue, by_rank
 
 SchedulingPolicy = Literal["fcfs", "priority"]
 
@@ -30,8 +29,6 @@ AGING_SECONDS = 10.0
 
 LOOKAHEAD = 256
 """Waiting requests that may be passed over to admit a later one, which bounds the time that looking for it takes."""
-
-_by_rank = attrgetter("rank")
 
 
 class _DrainNeeded(Exception):
@@ -45,10 +42,7 @@ class Scheduler:
         self.limits = limits
         self.kv = kv
         self.policy = policy
-        self.waiting: list[Request] = []
-        """By rank; among them those that were preempted."""
-        self.waiting_tokens = 0
-        """Of all waiting requests together."""
+        self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._free_slots = list(reversed(range(limits.max_num_seqs)))
@@ -78,11 +72,19 @@ class Scheduler:
         # Everybody ages at the same rate, so who goes first never changes: a rank is computed once.
         urgency = request.arrival_time + AGING_SECONDS * request.priority if self.policy == "priority" else 0.0
         request.rank = (urgency, request.arrival_order)
-        self._wait(request)
+        self.waiting.add(request)
 
-    def _wait(self, request: Request) -> None:
-        insort(self.waiting, request, key=_by_rank)
-        self.waiting_tokens += request.num_tokens
+    def why_waiting(self) -> str:
+        """Why the head of the queue is not admitted, for a log line."""
+        if not self.waiting:
+            return "nothing waits"
+        request = self.waiting[0]
+        needed = self.kv.blocks_for(request.num_tokens)
+        return (
+            f"{request.request_id} needs {needed} of {self.kv.pool.num_usable} blocks and a slot,"
+            f" {self.kv.pool.num_free} blocks and {self.num_free_slots} slots are free,"
+            f" {len(self.running)} requests run, {len(self.waiting)} wait"
+        )
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can run before a step in flight is collected (or at all)."""
@@ -115,7 +117,7 @@ class Scheduler:
         """The prompt of the best rank may take half of the budget, then those follow that can be completed in this
         step. What the others may take is known when new requests were admitted, so that a short prompt never waits
         behind long ones."""
-        prompts.sort(key=_by_rank)
+        prompts.sort(key=by_rank)
         first = prompts[0] if prompts else None
         for request in prompts:
             if request.status is not Status.RUNNING:
@@ -130,7 +132,7 @@ class Scheduler:
 
     def _spend_rest(self, draft: Draft) -> None:
         """What nobody else could use goes to the prompts that are not complete."""
-        for request in sorted(draft.incomplete, key=_by_rank):
+        for request in sorted(draft.incomplete, key=by_rank):
             if request.status is not Status.RUNNING:
                 continue
             before = draft.drop(request)
@@ -145,7 +147,7 @@ class Scheduler:
         while not self.kv.grow(request, request.num_computed_tokens + count):
             if any(r.steps_in_flight for r in self._requests.values() if r.status is Status.FINISHED):
                 raise _DrainNeeded  # blocks are about to become free
-            victim = max(self.running, key=_by_rank)
+            victim = max(self.running, key=by_rank)
             if victim.steps_in_flight:
                 raise _DrainNeeded
             draft.drop(victim)
@@ -160,7 +162,7 @@ class Scheduler:
         request.status = Status.WAITING
         request.num_computed_tokens = 0
         request.num_preemptions += 1
-        self._wait(request)
+        self.waiting.add(request)
         self._preempted.append(request.request_id)
 
     def _admit_waiting(self, draft: Draft) -> None:
@@ -184,7 +186,7 @@ class Scheduler:
                 continue
             if not self._fits(request, cached, draft):
                 return
-            self._stop_waiting(place)
+            self.waiting.pop(place)
             self._admit(request, cached, draft)
 
     def _fits(self, request: Request, cached: list[int], draft: Draft) -> bool:
@@ -192,11 +194,19 @@ class Scheduler:
         those who run need next: else somebody would be preempted soon. A request that was preempted before waits for
         more room: each time, the others must grow twice as far until it can happen again."""
         spare = self.kv.blocks_for(len(self.running)) << min(request.num_preemptions, 32)
-        return len(cached) <= draft.cached_blocks and self.kv.fits(request.num_tokens, cached, spare)
+        tokens = self._tokens_to_hold(request, len(cached))
+        return len(cached) <= draft.cached_blocks and self.kv.fits(tokens, cached, spare)
+
+    def _tokens_to_hold(self, request: Request, num_cached: int) -> int:
+        """Tokens that need blocks when a request is admitted: all, or what a sliding window and a step can touch."""
+        if self.kv.window is None:
+            return request.num_tokens
+        ahead = self.kv.window + self.limits.max_num_batched_tokens
+        return min(request.num_tokens, num_cached * self.kv.block_size + ahead)
 
     def _admit(self, request: Request, cached: list[int], draft: Draft) -> None:
         self.kv.take_cached(request, cached)
-        grown = self.kv.grow(request, request.num_tokens)
+        grown = self.kv.grow(request, self._tokens_to_hold(request, len(cached)))
         assert grown, "blocks vanished between the check and the allocation"
         request.num_computed_tokens = len(cached) * self.kv.block_size
         request.status = Status.RUNNING
@@ -214,9 +224,6 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             draft.queried_tokens += request.num_tokens
             draft.cached_tokens += request.num_computed_tokens
-
-    def _stop_waiting(self, place: int) -> None:
-        self.waiting_tokens -= self.waiting.pop(place).num_tokens
 
     def _commit(self, draft: Draft) -> SchedulerOutput:
         decode: list[ScheduledRequest] = []
@@ -284,6 +291,8 @@ class Scheduler:
             return request, []
         if finite and item.seq_len // self.kv.block_size > request.num_published_blocks:
             self.kv.publish(request, item.seq_len)
+        if self.kv.window is not None:
+            self.kv.free_passed(request, item.seq_len)
         kept = []
         for token in token_ids:
             kept.append(token)
@@ -298,7 +307,7 @@ class Scheduler:
         if request.status is Status.FINISHED:
             return
         if request.status is Status.WAITING:
-            self._stop_waiting(bisect_left(self.waiting, request.rank, key=_by_rank))
+            self.waiting.remove(request)
         else:
             self.running.remove(request)
         if reason is FinishReason.ERROR:
@@ -327,8 +336,7 @@ class Scheduler:
         self.kv.check_integrity(requests)
         slots = [r.slot for r in requests if r.slot >= 0] + self._free_slots
         assert sorted(slots) == list(range(self.limits.max_num_seqs)), f"slots lost or doubled: {sorted(slots)}"
-        assert self.waiting_tokens == sum(r.num_tokens for r in self.waiting)
-        assert self.waiting == sorted(self.waiting, key=_by_rank)
+        self.waiting.check_integrity()
         _check_listed(self.waiting, requests, Status.WAITING)
         _check_listed(self.running, requests, Status.RUNNING)
         for request in requests:

@@ -49,6 +49,14 @@ async def reset_prefix_cache(request: Request[Any, Any, Any]) -> Response[None]:
     return Response(None)
 
 
+@get("/debug/steps")
+async def debug_steps(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """What the engine's last steps did. Only with --enable-debug-steps, since it names other people's requests."""
+    if not context_of(request).config.enable_debug_steps:
+        raise ApiError(404, "There is no such route; --enable-debug-steps makes it.")
+    return Response(await _ask(context_of(request), "debug_steps"), media_type="application/json")
+
+
 async def _ask(context: ServerContext, method: str) -> bytes:
     try:
         return await context.client.call(method)

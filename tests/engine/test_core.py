@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 
@@ -11,6 +12,7 @@ import pytest
 
 from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.events import to_json
 from jaxserve.request import EngineRequest, RequestError, SamplingParams
 from tests.exposition import samples
 
@@ -215,6 +217,7 @@ def test_ld18_ignore_eos_ignores_every_eos_id(llm):
 
 def test_events_tell_what_each_step_did(llm):
     engine = llm("tiny-llama-3.1").engine
+    engine.reset_prefix_cache()
     engine.events.clear()
     [a] = add(engine, "event-a", 70)
     drain(engine)
@@ -223,6 +226,12 @@ def test_events_tell_what_each_step_did(llm):
     assert engine.events[0].admitted == (a,) and engine.events[-1].finished == (a,)
     assert [e.num_tokens for e in engine.events] == [64, 6] + [1] * 5
     assert all(e.padded_tokens >= e.num_tokens for e in engine.events)
+    assert [e.prefill_tokens for e in engine.events] == [(64,), (6,)] + [()] * 5
+    assert engine.events[0].bucket == "0 decode + 64 prefill" and engine.events[-1].bucket == "1 decode + 0 prefill"
+    assert engine.events[0].queried_tokens == 70 and not any(e.cached_tokens or e.compiled for e in engine.events)
+    assert all(e.schedule_seconds + e.submit_seconds + e.wait_seconds < e.collected for e in engine.events)
+    shown = json.loads(to_json(engine.events))
+    assert len(shown) == 7 and shown[0]["prefill_requests"] == [a] and shown[0]["prefill_tokens"] == [64]
     assert np.all(np.diff([e.collected for e in engine.events]) > 0)
 
 
@@ -259,3 +268,15 @@ def test_all_answers_of_a_call_are_one_group_for_abort(llm):
     assert {output.finish_reason for _, output in ended} == {"abort"}
     assert engine.abort_group("call") == engine.abort_group("unknown") == []
     assert set(drain(engine)) == {other}
+
+
+def test_sc02_an_engine_that_stalls_says_so_and_why(llm, monkeypatch, caplog):
+    """It must not happen; if it does, the log says what the head of the queue lacks."""
+    engine = llm("tiny-llama-3.1").engine
+    [stuck] = add(engine, "stuck", 40)
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: None)
+    assert engine.step() == [] and engine.step() == [] and engine.stalled
+    [record] = caplog.records
+    assert stuck in record.message and "needs 3 of 128 blocks" in record.message
+    monkeypatch.undo()
+    assert drain(engine)[stuck] and not engine.stalled

@@ -117,3 +117,26 @@ def test_what_cannot_be_is_refused_by_name(limited: Served, field: str, value: o
 
 def test_the_cache_can_be_reset(limited: Served) -> None:
     assert limited.http.post("/reset_prefix_cache").status_code == 200
+
+
+def test_op06_health_is_fast_while_the_engine_is_in_a_long_step(limited: Served) -> None:
+    """No sign of life for seconds, as when long prompts are computed."""
+    tell(limited, waiting=0)
+    limited.engine.script = lambda request: (time.sleep(2.5) or limited.eos_id for _ in range(1))
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(limited.http.post, "/v1/completions", json={"prompt": "long", "max_tokens": 1})
+        limited.engine.wait_for(Add)
+        polls = 0
+        while not answer.done():
+            start = time.monotonic()
+            assert limited.http.get("/health").status_code == 200
+            assert time.monotonic() - start < 1
+            polls += 1
+            time.sleep(0.2)
+    assert answer.result().status_code == 200 and polls > 5
+
+
+def test_the_last_steps_are_shown_only_where_that_was_asked_for(limited: Served, llama_3: Tokenizer) -> None:
+    assert limited.http.get("/debug/steps").status_code == 404
+    with serve(llama_3, limited.eos_id, enable_debug_steps=True) as other:
+        assert other.http.get("/debug/steps").content == b"# debug_steps\n"
