@@ -117,6 +117,10 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory and devices")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens a KV block [16]")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of GPU memory to use [0.9]")
+    group.add_argument(
+        "--swap-space", type=float, metavar="GIB",
+        help="pinned host memory for KV blocks of preempted requests, used where cheaper than computing again [0]",
+    )  # fmt: skip
     group.add_argument("--kv-cache-memory", type=_count, metavar="BYTES", help="size of the KV cache, e.g. 2GiB")
     group.add_argument("--num-gpu-blocks-override", type=_count, metavar="N", help="KV blocks, whatever the memory")
     group.add_argument(

@@ -45,6 +45,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     """Keep full KV blocks for later requests that begin with the same tokens."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    swap_space: float = 0.0
+    """GiB of pinned host memory for the KV blocks of preempted requests; 0: their tokens are computed again."""
     attention_backend: str = "auto"
     async_depth: int | None = None
     tensor_parallel_size: int = 1
@@ -77,6 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--block-size must be 8, 16, 32, 64 or 128, got {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.swap_space < 0:
+            raise ValueError(f"--swap-space must not be negative, got {self.swap_space:g}")
         if self.async_depth not in (None, 1, 2):
             raise ValueError(f"--async-depth must be 1 or 2, got {self.async_depth}")
         if self.tensor_parallel_size != 1:

@@ -134,6 +134,12 @@ class Metrics:
         self._request_preemptions = self._histogram(
             "vllm:request_num_preemptions", "Preemptions a request.", (0, 1, 2, 5, 10)
         )
+        self._swapped = Counter(
+            "jaxserve:swapped_blocks", "KV blocks moved to host memory and back.", ("model_name", "direction"),
+            registry=self._registry,
+        )  # fmt: skip
+        for direction in ("out", "in"):
+            self._swapped.labels(model_name, direction)
         self._padding = self._histogram("jaxserve:padding_waste_ratio", "Padding share of a step's tokens.", _RATIOS)
         self._rejections = Counter(
             "vllm:admission_rejections", "Calls refused for want of room or time.", ("model_name", "reason"),
@@ -188,6 +194,9 @@ class Metrics:
         self._padding.observe(1 - event.num_tokens / event.padded_tokens)
         self._iteration.observe(counted_tokens)
         self._preemptions.inc(len(event.preempted))
+        for direction, blocks in zip(("out", "in"), event.swapped_blocks, strict=True):
+            if blocks:
+                self._swapped.labels(self._model, direction).inc(blocks)
         self._cache_queries.inc(event.queried_tokens)
         self._cache_hits.inc(event.cached_tokens)
 

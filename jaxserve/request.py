@@ -167,6 +167,8 @@ class Request:
     """The root's, then those of the first full blocks, as far as somebody asked; known tokens never change."""
     num_passed_blocks: int = 0
     """Of the first blocks, how many a sliding window has passed: they were freed, and block 0 stands for them."""
+    num_swapped_blocks: int = 0
+    """Blocks that lie in host memory while the request waits to go on."""
     num_published_blocks: int = 0
     announced_block: bytes | None = None
     """Name of the block that this request computes next and that others wait for."""

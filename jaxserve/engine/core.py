@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from pathlib import Path
@@ -15,21 +15,26 @@ import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import admission
 from jaxserve.engine.events import StepEvent
-from jaxserve.engine.messages import DEADLINE, ModelInfo, Timings, TokenLogprobs, TokenOutput
+from jaxserve.engine.messages import DEADLINE, ModelInfo, TokenOutput
+from jaxserve.engine.replies import ending, new_tokens
 from jaxserve.engine.throughput import Throughput
 from jaxserve.metrics import Metrics
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestError, Status
 from jaxserve.runner import compiles
 from jaxserve.runner.plan import Plan
 from jaxserve.runner.runner import ModelRunner, PendingStep, RowOutput
+from jaxserve.runner.swap import SWAP_BLOCKS, SwapHandle, Swapper
 from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
-from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
+from jaxserve.scheduling.schedule import SchedulerOutput, Swap
 from jaxserve.scheduling.scheduler import Scheduler, SchedulingPolicy
+from jaxserve.scheduling.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
 EVENTS_KEPT = 1024
+COST_WEIGHT = 0.1
+"""Of a new measurement against all before."""
 
 
 class Runner(Protocol):
@@ -37,8 +42,14 @@ class Runner(Protocol):
 
     plan: Plan
     num_blocks: int
+    swapper: Swapper | None
+    """Room in host memory, for ``swap_out`` and ``swap_in``."""
 
     def submit(self, schedule: SchedulerOutput) -> PendingStep: ...
+
+    def swap_out(self, block_ids: Sequence[int]) -> SwapHandle: ...
+
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int]) -> None: ...
 
 
 class ClientOutput(NamedTuple):
@@ -75,6 +86,7 @@ class EngineCore:
             SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.ladder.max_prefill_rows),
             KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching, window=window),
             policy,
+            self._make_swap_space(runner),
         )
         max_kv_tokens = self.scheduler.kv.pool.num_usable * plan.block_size
         if window is not None and max_kv_tokens >= window + plan.max_num_batched_tokens + 2 * plan.block_size:
@@ -102,6 +114,8 @@ class EngineCore:
         self._eos_ids = eos_ids
         self._depth = plan.async_depth
         self._pending: deque[_Submitted] = deque()
+        self._swapped: dict[str, SwapHandle] = {}
+        """What waiting requests have in host memory."""
         self.throughput = Throughput()
         self._deadlines: list[tuple[float, str]] = []
         """A heap; requests that have ended meanwhile are still in it."""
@@ -110,6 +124,7 @@ class EngineCore:
         self.stalled = False
         """Requests wait, and nothing moves."""
         self._compiled = compiles.total()
+        self._last_collected = 0.0
         self._arrivals = 0
         self._generated = 0
         """Tokens that metrics do not know of yet: they hear of them once a step."""
@@ -131,6 +146,13 @@ class EngineCore:
             window=None if None in model.windows else max(w for w in model.windows if w),
             policy=config.scheduling_policy,
         )
+
+    @staticmethod
+    def _make_swap_space(runner: Runner) -> SwapSpace | None:
+        swapper = runner.swapper
+        if swapper is None:
+            return None
+        return SwapSpace(swapper.num_blocks, SWAP_BLOCKS, swapper.seconds_per_program)
 
     def has_work(self) -> bool:
         """Whether ``step()`` has anything to do."""
@@ -163,7 +185,7 @@ class EngineCore:
             request = self.scheduler.get(request_id)
             assert request is not None
             self._finish(request, FinishReason.ABORT, request.num_output_tokens)
-            outputs.append(ClientOutput(request.client, _ending(request)))
+            outputs.append(ClientOutput(request.client, ending(request)))
         return outputs
 
     def finish(self, request_id: str, kept_tokens: int) -> None:
@@ -186,6 +208,7 @@ class EngineCore:
                 break
             now = time.monotonic()
             self._mark_admitted(schedule, now)
+            self._swap(schedule)
             step = self.runner.submit(schedule)
             self._pending.append(_Submitted(step, now, now - start, time.monotonic() - now))
         if not self._pending:
@@ -198,6 +221,12 @@ class EngineCore:
         outputs = self._collect(self._pending.popleft(), results, now, now - start)
         self._publish()
         return expired + outputs
+
+    def _swap(self, schedule: SchedulerOutput) -> None:
+        for swap in schedule.swap_out:
+            self._swapped[swap.request_id] = self.runner.swap_out(swap.block_ids)
+        for swap in schedule.swap_in:
+            self.runner.swap_in(self._swapped.pop(swap.request_id), swap.block_ids)
 
     def _check_stalled(self) -> None:
         """Requests wait, and nothing is in flight whose end could change anything: that must not happen."""
@@ -216,7 +245,7 @@ class EngineCore:
             request = self.scheduler.get(request_id)
             if request is not None and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.LENGTH, request.num_output_tokens)
-                outputs.append(ClientOutput(request.client, _ending(request, stop_reason=DEADLINE)))
+                outputs.append(ClientOutput(request.client, ending(request, stop_reason=DEADLINE)))
         return outputs
 
     def check_integrity(self) -> None:
@@ -242,7 +271,7 @@ class EngineCore:
             request, tokens = self.scheduler.collect(item, row.token_ids, finite=row.finite)
             if not row.finite and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ERROR, request.num_output_tokens)
-                error = _ending(request, error="the model gave non-finite logits")
+                error = ending(request, error="the model gave non-finite logits")
                 outputs.append(ClientOutput(request.client, error))
                 finished.append(request.request_id)
             if not tokens:
@@ -251,7 +280,7 @@ class EngineCore:
             if request.status is Status.FINISHED:
                 self._count_finished(request, request.num_output_tokens)
                 finished.append(request.request_id)
-            outputs.append(ClientOutput(request.client, _output(request, item, row, tokens)))
+            outputs.append(ClientOutput(request.client, new_tokens(request, item, row, tokens)))
         self.stalled = False
         self._record(submitted, now, wait_seconds, finished, counted)
         return outputs
@@ -282,6 +311,7 @@ class EngineCore:
             self._generated += output_tokens
         self.metrics.finished(request, output_tokens)
         self.throughput.finished(output_tokens)
+        self._swapped.pop(request.request_id, None)
         group = self._groups[request.group]
         group.remove(request.request_id)
         if not group:
@@ -307,6 +337,9 @@ class EngineCore:
             padded_tokens=submitted.step.bucket.tokens,
             admitted=schedule.admitted,
             preempted=schedule.preempted,
+            swapped_out=tuple(swap.request_id for swap in schedule.swap_out),
+            swapped_in=tuple(swap.request_id for swap in schedule.swap_in),
+            swapped_blocks=(_num_blocks(schedule.swap_out), _num_blocks(schedule.swap_in)),
             queried_tokens=schedule.queried_tokens,
             cached_tokens=schedule.cached_tokens,
             num_evicted=schedule.num_evicted,
@@ -318,6 +351,16 @@ class EngineCore:
         self.events.append(event)
         self.metrics.step(event, counted)
         self.throughput.step(submitted.time, now, schedule.num_tokens)
+        self._learn_cost(event)
+
+    def _learn_cost(self, event: StepEvent) -> None:
+        """What a prompt token costs, from steps that computed many."""
+        swap = self.scheduler.swap
+        busy = event.collected - max(event.submitted, self._last_collected)
+        self._last_collected = event.collected
+        if swap is not None and event.kind != "decode":
+            cost = busy / event.num_tokens
+            swap.seconds_per_token += (cost - swap.seconds_per_token) * (COST_WEIGHT if swap.seconds_per_token else 1)
 
     def _publish(self) -> None:
         """Tell the metrics how things stand."""
@@ -327,38 +370,5 @@ class EngineCore:
         self.metrics.gauges(len(scheduler.running), len(scheduler.waiting), scheduler.kv.usage)
 
 
-def _output(request: Request, item: ScheduledRequest, row: RowOutput, tokens: list[int]) -> TokenOutput:
-    done = request.status is Status.FINISHED
-    logprobs = None
-    if item.wants_logprobs:
-        assert row.logprob is not None and request.sampling.logprobs is not None
-        top = request.sampling.logprobs
-        logprobs = [TokenLogprobs(row.logprob, list(row.top_ids[:top]), list(row.top_logprobs[:top]))]
-    stopped = request.finish_reason is FinishReason.STOP and tokens[-1] in request.sampling.stop_token_ids
-    return TokenOutput(
-        request_id=request.request_id,
-        token_ids=tokens,
-        logprobs=logprobs,
-        finish_reason=request.finish_reason.value if done and request.finish_reason else None,
-        stop_reason=tokens[-1] if stopped else None,
-        timings=_timings(request) if done else None,
-        cached_tokens=request.num_cached_tokens,
-    )
-
-
-def _ending(request: Request, *, stop_reason: str | None = None, error: str | None = None) -> TokenOutput:
-    """The last output of a request that ends between two tokens."""
-    assert request.finish_reason is not None
-    return TokenOutput(
-        request_id=request.request_id,
-        token_ids=[],
-        finish_reason=request.finish_reason.value,
-        stop_reason=stop_reason,
-        error=error,
-        timings=_timings(request),
-        cached_tokens=request.num_cached_tokens,
-    )
-
-
-def _timings(request: Request) -> Timings:
-    return Timings(request.arrival_time, request.scheduled_time, request.first_token_time, request.last_token_time)
+def _num_blocks(swaps: Iterable[Swap]) -> int:
+    return sum(len(swap.block_ids) for swap in swaps)

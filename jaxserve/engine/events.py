@@ -33,6 +33,11 @@ class StepEvent:
     """… and the tokens of the bucket that it ran in."""
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
+    swapped_out: tuple[str, ...]
+    """Of those, who went to host memory instead of being computed again, and who came back from there."""
+    swapped_in: tuple[str, ...]
+    swapped_blocks: tuple[int, int]
+    """Out and in."""
     queried_tokens: int
     """Tokens of first admitted requests that looked for cached blocks …"""
     cached_tokens: int

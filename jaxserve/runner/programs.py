@@ -77,7 +77,7 @@ class ProgramBuilder:
 
         jitted = jax.jit(forward, donate_argnums=(1, 2))
         compiled = jitted.lower(self._params, self.cache, self.state, self._packed(bucket)).compile()
-        _check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
+        check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
         return compiled
 
     def sample(self, rows: int, variant: SamplerVariant) -> Any:
@@ -119,7 +119,7 @@ class ProgramBuilder:
             )
 
 
-def _check_aliased(compiled: Any, donated: Any, what: str) -> None:
+def check_aliased(compiled: Any, donated: Any, what: str) -> None:
     """A donation that does not take would copy the whole cache every step, without a word."""
     expected = sum(np.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(donated))
     aliased = compiled.memory_analysis().alias_size_in_bytes

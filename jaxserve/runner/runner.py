@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import ModelConfig, load_model_config
 from jaxserve.models.dummy import random_params
-from jaxserve.models.kv_cache import zeros
+from jaxserve.models.kv_cache import bytes_per_block, zeros
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import Checkpoint
 from jaxserve.runner import batch, compiles
@@ -27,6 +27,7 @@ from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.plan import make_plan, num_blocks
 from jaxserve.runner.programs import ProgramBuilder
 from jaxserve.runner.sampler import NON_FINITE, VARIANTS, SamplerVariant, split_result
+from jaxserve.runner.swap import SwapHandle, Swapper, reserved_bytes
 from jaxserve.scheduling.schedule import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -111,14 +112,20 @@ class ModelRunner:
             self._params = self._load(directory, config.load_format, progress)
         with self._phase("compile"):
             reserve = 0 if self._on_cpu else self._program_bytes()
+            if config.swap_space:
+                reserve += reserved_bytes(bytes_per_block(self.model_config, self.plan.block_size, self.plan.dtype))
             self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserve)
             builder = self._builder(self.num_blocks)
             self._programs = builder.all(progress, parallel=self._on_cpu)
+            swap_bytes = int(config.swap_space * 2**30)
+            self.swapper = Swapper(builder.cache, self._mesh, swap_bytes) if swap_bytes else None
         with self._phase("allocate"):
             self._cache = zeros(builder.cache)
             self._state: BatchState = zeros(builder.state)
         with self._phase("warm_up"):
             self._warm_up()
+            if self.swapper is not None:
+                self._cache = self.swapper.warm_up(self._cache)
         compiles.freeze()
 
     @contextmanager
@@ -193,6 +200,16 @@ class ModelRunner:
         program = self._programs.sample[logits.shape[0], variant]
         self._state, result = program(self._state, logits, rows)
         return result
+
+    def swap_out(self, block_ids: Sequence[int]) -> SwapHandle:
+        """Copy blocks to host memory, as the steps submitted so far leave them; returns before it has happened."""
+        assert self.swapper is not None
+        return self.swapper.swap_out(self._cache, block_ids)
+
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int]) -> None:
+        """Copy them back, to blocks of these numbers, before any step submitted later."""
+        assert self.swapper is not None
+        self._cache = self.swapper.swap_in(self._cache, handle, block_ids)
 
     def logits(self, schedule: SchedulerOutput) -> np.ndarray:
         """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""

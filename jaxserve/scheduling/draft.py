@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.request import Request
-from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS
+from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, Swap
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class Draft:
         self.incomplete: list[Request] = []
         """Those whose prompts will not be complete after this step."""
         self.admitted: list[Request] = []
+        self.swap_in: list[Swap] = []
         self.queried_tokens = 0
         self.cached_tokens = 0
 
@@ -52,3 +53,10 @@ class Draft:
 def is_prefill(request: Request, count: int) -> bool:
     """Whether a request needs a prefill row: for several tokens, or to take its slot."""
     return count > 1 or request.num_device_blocks == 0
+
+
+def wanted_tokens(request: Request) -> int:
+    """Tokens the request could compute now; none if the last token it may have is already in flight."""
+    if request.num_output_tokens + request.num_in_flight >= request.max_tokens:
+        return 0
+    return request.num_tokens - request.num_computed_tokens

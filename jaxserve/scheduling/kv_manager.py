@@ -106,6 +106,19 @@ class KVManager:
         """Whether somebody is still computing the block of this name."""
         return name in self._announced
 
+    def held_blocks(self, request: Request) -> list[int]:
+        """The request's blocks that hold computed tokens."""
+        return request.block_ids[request.num_passed_blocks : self.blocks_for(request.num_computed_tokens)]
+
+    def take_swapped(self, request: Request, num_tokens: int) -> list[int]:
+        """Give blocks for ``num_tokens`` tokens to a request that was swapped out; returns those for what it held."""
+        passed = self.passed_blocks(request.num_computed_tokens)
+        request.num_passed_blocks = passed
+        request.block_ids = [0] * passed
+        grown = self.grow(request, num_tokens)
+        assert grown, "blocks vanished between the check and the allocation"
+        return self.held_blocks(request)
+
     def take_cached(self, request: Request, blocks: list[int]) -> None:
         """Begin the request's table with blocks that ``find_cached`` gave."""
         assert not request.block_ids
@@ -127,7 +140,7 @@ class KVManager:
         if not self.prefix_caching:
             return
         full = num_tokens // self.block_size
-        for index in range(request.num_published_blocks, full):
+        for index in range(max(request.num_published_blocks, request.num_passed_blocks), full):
             self.pool.publish(request.block_ids[index], self._name(request, index))
         request.num_published_blocks = full
         self.withdraw_announcement(request)

@@ -39,6 +39,13 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Given when the request takes the slot."""
 
 
+class Swap(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one request that go to host memory, or come back from there in the same order."""
+
+    request_id: str
+    block_ids: list[int]
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step. ``decode`` holds requests that go on with a single token and at most one new block, ``prefill`` the
     others: those that compute several tokens, and those that take a slot."""
@@ -49,6 +56,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """No row that samples wants randomness."""
     logprobs: bool = False
     """Some row that samples wants log-probabilities."""
+    swap_out: tuple[Swap, ...] = ()
+    """To be done before ``swap_in``, and both before the step."""
+    swap_in: tuple[Swap, ...] = ()
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
     queried_tokens: int = 0

@@ -13,13 +13,21 @@ and then somebody else is the best. Ranks never change, and those of later arriv
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from jaxserve.request import FinishReason, Request, Status
-from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill
+from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, wanted_tokens
+from jaxserve.scheduling.integrity import check_integrity
 from jaxserve.scheduling.kv_manager import KVManager
-from jaxserve.scheduling.schedule import DEVICE_TOKEN, RowSampling, ScheduledRequest, SchedulerOutput
+from jaxserve.scheduling.schedule import (
+    DEVICE_TOKEN,
+    MAX_CACHED_BLOCKS,
+    RowSampling,
+    ScheduledRequest,
+    SchedulerOutput,
+    Swap,
+)
+from jaxserve.scheduling.swap_space import SwapSpace
 from jaxserve.scheduling.waiting import WaitingQueue, by_rank
 
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -38,16 +46,24 @@ class _DrainNeeded(Exception):
 class Scheduler:
     """Owns every request from its arrival until it is finished and its last step was collected."""
 
-    def __init__(self, limits: SchedulerLimits, kv: KVManager, policy: SchedulingPolicy = "fcfs") -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVManager,
+        policy: SchedulingPolicy = "fcfs",
+        swap: SwapSpace | None = None,
+    ) -> None:
         self.limits = limits
         self.kv = kv
         self.policy = policy
+        self.swap = swap
         self.waiting = WaitingQueue()
         self.running: list[Request] = []
         self._requests: dict[str, Request] = {}
         self._free_slots = list(reversed(range(limits.max_num_seqs)))
         self._preempted: list[str] = []
-        """Since the last step that was scheduled."""
+        """Since the last step that was scheduled; likewise those of them that are to be swapped out."""
+        self._swap_out: list[Swap] = []
         self._evicted = 0
         """Cached blocks that had given way by then."""
 
@@ -89,12 +105,13 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can run before a step in flight is collected (or at all)."""
         draft = Draft(self.limits)
+        preempted = len(self._preempted)
         try:
             prompts = self._schedule_decoding(draft)
             self._schedule_prompts(draft, prompts)
         except _DrainNeeded:
             return None
-        if not self._preempted:
+        if len(self._preempted) == preempted:
             self._admit_waiting(draft)
         self._spend_rest(draft)
         return self._commit(draft) if draft.counts else None
@@ -104,7 +121,7 @@ class Scheduler:
         prompts = []
         block_size = self.kv.block_size
         for request in tuple(self.running):
-            wanted = _wanted(request)
+            wanted = wanted_tokens(request)
             if wanted > 1:
                 prompts.append(request)
             elif wanted and draft.budget and request.status is Status.RUNNING:
@@ -122,7 +139,7 @@ class Scheduler:
         for request in prompts:
             if request.status is not Status.RUNNING:
                 continue
-            wanted = _wanted(request)
+            wanted = wanted_tokens(request)
             share = -(-draft.budget // 2) if request is first else draft.budget
             count = draft.size(request, min(wanted, share))
             if count < wanted:
@@ -136,7 +153,7 @@ class Scheduler:
             if request.status is not Status.RUNNING:
                 continue
             before = draft.drop(request)
-            count = draft.size(request, _wanted(request))
+            count = draft.size(request, wanted_tokens(request))
             if count > before and not self.kv.grow(request, request.num_computed_tokens + count):
                 count = before
             if count:
@@ -158,30 +175,29 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
+        held = self.kv.held_blocks(request)
+        swap = self.swap
+        if swap is not None and swap.pays(len(held), request.num_computed_tokens) and len(held) <= MAX_CACHED_BLOCKS:
+            swap.take(len(held))
+            request.num_swapped_blocks = len(held)
+            self._swap_out.append(Swap(request.request_id, held))
+        else:
+            request.num_computed_tokens = 0
         self._release(request)
         request.status = Status.WAITING
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.waiting.add(request)
         self._preempted.append(request.request_id)
 
     def _admit_waiting(self, draft: Draft) -> None:
-        """Admit by rank until somebody does not fit. Those are passed over who wait for a block that another request
-        computes, and new long prompts while one of better rank is not complete: their blocks would lie idle."""
+        """Admit by rank until somebody does not fit."""
         place = 0
         while place < min(len(self.waiting), LOOKAHEAD):
             if not (self._free_slots and draft.budget and draft.prefill_rows):
                 return
             request = self.waiting[place]
-            if request.awaited_block is not None and self.kv.is_announced(request.awaited_block):
-                place += 1
-                continue
-            cached = self.kv.find_cached(request)
-            request.awaited_block = self.kv.awaited(request, len(cached))
-            wanted = request.num_tokens - len(cached) * self.kv.block_size
-            is_new_and_long = wanted > draft.budget and not request.num_preemptions
-            is_early = is_new_and_long and any(r.rank < request.rank for r in draft.incomplete)
-            if request.awaited_block is not None or is_early:
+            cached = self._find_cached(request, draft)
+            if cached is None:
                 place += 1
                 continue
             if not self._fits(request, cached, draft):
@@ -189,31 +205,50 @@ class Scheduler:
             self.waiting.pop(place)
             self._admit(request, cached, draft)
 
+    def _find_cached(self, request: Request, draft: Draft) -> list[int] | None:
+        """The blocks that a waiting request need not compute. None for one that is passed over: one that waits for a
+        block that another request computes, and a new long prompt while one of better rank is not complete, since its
+        blocks would lie idle."""
+        if request.num_swapped_blocks:
+            return [0] * self.kv.passed_blocks(request.num_computed_tokens)
+        if request.awaited_block is not None and self.kv.is_announced(request.awaited_block):
+            return None
+        cached = self.kv.find_cached(request)
+        request.awaited_block = self.kv.awaited(request, len(cached))
+        is_long = request.num_tokens - len(cached) * self.kv.block_size > draft.budget
+        is_early = is_long and not request.num_preemptions and any(r.rank < request.rank for r in draft.incomplete)
+        return None if request.awaited_block is not None or is_early else cached
+
     def _fits(self, request: Request, cached: list[int], draft: Draft) -> bool:
         """Whether there is room for all of its tokens, though this step may compute a part, and for the blocks that
         those who run need next: else somebody would be preempted soon. A request that was preempted before waits for
         more room: each time, the others must grow twice as far until it can happen again."""
         spare = self.kv.blocks_for(len(self.running)) << min(request.num_preemptions, 32)
-        tokens = self._tokens_to_hold(request, len(cached))
-        return len(cached) <= draft.cached_blocks and self.kv.fits(tokens, cached, spare)
+        brought = request.num_swapped_blocks or len(cached)
+        return brought <= draft.cached_blocks and self.kv.fits(self._tokens_to_hold(request, cached), cached, spare)
 
-    def _tokens_to_hold(self, request: Request, num_cached: int) -> int:
+    def _tokens_to_hold(self, request: Request, cached: list[int]) -> int:
         """Tokens that need blocks when a request is admitted: all, or what a sliding window and a step can touch."""
         if self.kv.window is None:
             return request.num_tokens
         ahead = self.kv.window + self.limits.max_num_batched_tokens
-        return min(request.num_tokens, num_cached * self.kv.block_size + ahead)
+        reach = max(len(cached) * self.kv.block_size + ahead, request.num_computed_tokens)
+        return min(request.num_tokens, reach)
 
     def _admit(self, request: Request, cached: list[int], draft: Draft) -> None:
-        self.kv.take_cached(request, cached)
-        grown = self.kv.grow(request, self._tokens_to_hold(request, len(cached)))
-        assert grown, "blocks vanished between the check and the allocation"
-        request.num_computed_tokens = len(cached) * self.kv.block_size
+        tokens = self._tokens_to_hold(request, cached)
+        if request.num_swapped_blocks:
+            self._swap_in(request, tokens, draft)
+        else:
+            self.kv.take_cached(request, cached)
+            grown = self.kv.grow(request, tokens)
+            assert grown, "blocks vanished between the check and the allocation"
+            request.num_computed_tokens = len(cached) * self.kv.block_size
+            self.kv.announce(request)
         request.status = Status.RUNNING
         request.slot = self._free_slots.pop()
         self.running.append(request)
-        self.kv.announce(request)
-        wanted = _wanted(request)
+        wanted = wanted_tokens(request)
         if wanted > draft.budget:
             draft.incomplete.append(request)
             wanted = -(-draft.budget // 2)
@@ -224,6 +259,15 @@ class Scheduler:
             request.num_cached_tokens = request.num_computed_tokens
             draft.queried_tokens += request.num_tokens
             draft.cached_tokens += request.num_computed_tokens
+
+    def _swap_in(self, request: Request, num_tokens: int, draft: Draft) -> None:
+        assert self.swap is not None
+        blocks = self.kv.take_swapped(request, num_tokens)
+        assert len(blocks) == request.num_swapped_blocks
+        draft.swap_in.append(Swap(request.request_id, blocks))
+        draft.cached_blocks -= len(blocks)
+        self.swap.give_back(len(blocks))
+        request.num_swapped_blocks = 0
 
     def _commit(self, draft: Draft) -> SchedulerOutput:
         decode: list[ScheduledRequest] = []
@@ -237,12 +281,15 @@ class Scheduler:
                 greedy &= request.sampling.greedy
                 logprobs |= row.wants_logprobs
         preempted, self._preempted = tuple(self._preempted), []
+        swap_out, self._swap_out = tuple(self._swap_out), []
         evicted, self._evicted = self.kv.pool.num_evicted - self._evicted, self.kv.pool.num_evicted
         return SchedulerOutput(
             decode=decode,
             prefill=prefill,
             greedy=greedy,
             logprobs=logprobs,
+            swap_out=swap_out,
+            swap_in=tuple(draft.swap_in),
             preempted=preempted,
             admitted=tuple(r.request_id for r in draft.admitted),
             queried_tokens=draft.queried_tokens,
@@ -308,6 +355,11 @@ class Scheduler:
             return
         if request.status is Status.WAITING:
             self.waiting.remove(request)
+            if request.num_swapped_blocks:
+                assert self.swap is not None
+                self.swap.give_back(request.num_swapped_blocks)
+                request.num_swapped_blocks = 0
+                self._swap_out = [swap for swap in self._swap_out if swap.request_id != request.request_id]
         else:
             self.running.remove(request)
         if reason is FinishReason.ERROR:
@@ -332,29 +384,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` if a block, slot or request was lost or doubled."""
-        requests = list(self._requests.values())
-        self.kv.check_integrity(requests)
-        slots = [r.slot for r in requests if r.slot >= 0] + self._free_slots
-        assert sorted(slots) == list(range(self.limits.max_num_seqs)), f"slots lost or doubled: {sorted(slots)}"
-        self.waiting.check_integrity()
-        _check_listed(self.waiting, requests, Status.WAITING)
-        _check_listed(self.running, requests, Status.RUNNING)
-        for request in requests:
-            held = self.kv.blocks_for(request.num_computed_tokens)
-            assert len(request.block_ids) >= held, f"{request.request_id} lacks blocks for its computed tokens"
-            assert request.num_computed_tokens <= request.num_tokens
-            assert 0 <= request.num_in_flight <= request.steps_in_flight
-            if request.status is Status.WAITING:
-                assert not request.block_ids and not request.steps_in_flight and request.slot < 0
-            if request.status is Status.FINISHED:
-                assert request.steps_in_flight, f"{request.request_id} is finished but was not forgotten"
-
-
-def _wanted(request: Request) -> int:
-    """Tokens the request could compute now; none if the last token it may have is already in flight."""
-    if request.num_output_tokens + request.num_in_flight >= request.max_tokens:
-        return 0
-    return request.num_tokens - request.num_computed_tokens
+        check_integrity(self, list(self._requests.values()), self._free_slots)
 
 
 def _end(request: Request, token: int) -> FinishReason | None:
@@ -363,9 +393,3 @@ def _end(request: Request, token: int) -> FinishReason | None:
     if request.num_output_tokens >= request.max_tokens:
         return FinishReason.LENGTH
     return None
-
-
-def _check_listed(listed: Iterable[Request], requests: list[Request], status: Status) -> None:
-    ids = [r.request_id for r in listed]
-    assert len(set(ids)) == len(ids), f"a {status.value} request is listed twice"
-    assert set(ids) == {r.request_id for r in requests if r.status is status}, f"{status.value} list is wrong"
