@@ -86,6 +86,17 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--host", metavar="ADDRESS", help="[127.0.0.1]")
     group.add_argument("--port", type=int, metavar="N", help="[8000]")
     group.add_argument("--shutdown-timeout", type=float, metavar="S", help="time to finish after SIGTERM [30]")
+    group.add_argument(
+        "--max-num-queued-reqs", type=_count_or_none, metavar="N|none",
+        help="requests that may wait; calls beyond are answered 429 [1024]",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-queued-tokens", type=_count_or_none, metavar="N|none", help="tokens that may wait [none]"
+    )
+    group.add_argument(
+        "--request-timeout", type=float, metavar="S", help="answers end with what they have after this time [none]"
+    )
+    group.add_argument("--enable-debug-steps", action="store_true", help="GET /debug/steps shows the last steps")
     group.add_argument("--log-level", choices=options.LOG_LEVELS, help="[info]")
     group.add_argument("--log-json", action="store_true", help="log JSON objects, one a line")
 
@@ -94,6 +105,9 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     group.add_argument("--max-num-seqs", type=_count, metavar="N", help="sequences at once [CPU 16, GPU 256]")
     group.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="tokens a step [CPU 512, GPU 8192]")
+    group.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), help="order of admission: by arrival or by priority [fcfs]"
+    )
     group.add_argument("--async-depth", type=int, metavar="N", help="steps in flight, 1 or 2 [CPU 1, GPU 2]")
     group.add_argument("--row-buckets", type=_sizes, metavar="N,N", help="padded numbers of decoding sequences")
     group.add_argument("--token-buckets", type=_sizes, metavar="N,N", help="padded sizes of prefill steps")
@@ -103,8 +117,16 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory and devices")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens a KV block [16]")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of GPU memory to use [0.9]")
+    group.add_argument(
+        "--swap-space", type=float, metavar="GIB",
+        help="pinned host memory for KV blocks of preempted requests, used where cheaper than computing again [0]",
+    )  # fmt: skip
     group.add_argument("--kv-cache-memory", type=_count, metavar="BYTES", help="size of the KV cache, e.g. 2GiB")
     group.add_argument("--num-gpu-blocks-override", type=_count, metavar="N", help="KV blocks, whatever the memory")
+    group.add_argument(
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+        help="keep KV blocks for later requests that begin with the same tokens [on]",
+    )  # fmt: skip
     group.add_argument(
         "--attention-backend", choices=options.ATTENTION_BACKENDS, help="[auto: GPU triton, CPU reference]"
     )
@@ -114,6 +136,10 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
 
 def _length(text: str) -> int | str:
     return text if text == "auto" else _count(text)
+
+
+def _count_or_none(text: str) -> int | None:
+    return None if text == "none" else _count(text)
 
 
 def _count(text: str) -> int:

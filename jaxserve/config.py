@@ -42,6 +42,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | None = None
     """Bytes of KV pool; overrides the memory fraction."""
     num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    """Keep full KV blocks for later requests that begin with the same tokens."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    swap_space: float = 0.0
+    """GiB of pinned host memory for the KV blocks of preempted requests; 0: their tokens are computed again."""
     attention_backend: str = "auto"
     async_depth: int | None = None
     tensor_parallel_size: int = 1
@@ -74,6 +79,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--block-size must be 8, 16, 32, 64 or 128, got {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.swap_space < 0:
+            raise ValueError(f"--swap-space must not be negative, got {self.swap_space:g}")
         if self.async_depth not in (None, 1, 2):
             raise ValueError(f"--async-depth must be 1 or 2, got {self.async_depth}")
         if self.tensor_parallel_size != 1:
@@ -96,6 +103,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_json: bool = False
     shutdown_timeout: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
+    max_num_queued_reqs: int | None = 1024
+    """Requests that may wait for a slot; a call beyond is answered 429. None: no limit. Likewise tokens to compute."""
+    max_num_queued_tokens: int | None = None
+    request_timeout: float | None = None
+    """Seconds after which an answer ends with what it has, waiting included."""
+    enable_debug_steps: bool = False
+    """GET /debug/steps tells what the last steps computed, for whom."""
     max_body_bytes: int = 32 * 1024 * 1024
     max_choices: int = 128
     """Bound on n, and on prompts x n of one call (times eight)."""
@@ -106,6 +120,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout:g}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ValueError(f"--request-timeout must be positive, got {self.request_timeout:g}")
 
     @property
     def model_names(self) -> tuple[str, ...]:

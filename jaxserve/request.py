@@ -164,6 +164,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     choice_index: int = 0
     arrival_time: float = 0.0
     """``time.monotonic()`` when the request came in; one clock for all processes of a machine."""
+    group: str = ""
+    """The call that this answer belongs to; all of a call's answers can be aborted by it."""
+    priority: int = 0
+    """Lower goes first, where the scheduling policy heeds it."""
+    cache_salt: str | None = None
+    """Cached blocks are shared only between requests of the same salt."""
+    deadline: float | None = None
+    """``time.monotonic()`` at which the answer ends with what it has by then."""
 
 
 def fresh_seed() -> int:
@@ -211,11 +219,31 @@ class Request:
     arrival_order: int
     has_options: bool
     """``sampling.has_options``, which is asked for every step."""
+    group: str = ""
+    priority: int = 0
+    cache_salt: str | None = None
+    takes_cached_blocks: bool = True
+    """False for one that wants to know something of every prompt token, so that all must be computed."""
+    rank: tuple[float, int] = (0.0, 0)
+    """The scheduler's order: the lowest is admitted first and preempted last."""
 
     status: Status = Status.WAITING
     slot: int = -1
     """Row of the device's batch state while running."""
     block_ids: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)
+    """The root's, then those of the first full blocks, as far as somebody asked; known tokens never change."""
+    num_passed_blocks: int = 0
+    """Of the first blocks, how many a sliding window has passed: they were freed, and block 0 stands for them."""
+    num_swapped_blocks: int = 0
+    """Blocks that lie in host memory while the request waits to go on."""
+    num_published_blocks: int = 0
+    announced_block: bytes | None = None
+    """Name of the block that this request computes next and that others wait for."""
+    awaited_block: bytes | None = None
+    """Name of the block that this request waits for while another one computes it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found computed when the request was first admitted."""
     num_device_blocks: int = 0
     """Of these, how many stand in the device's block table."""
     num_computed_tokens: int = 0
@@ -260,4 +288,7 @@ class Request:
             arrival_time=item.arrival_time,
             arrival_order=order,
             has_options=item.sampling.has_options,
+            group=item.group,
+            priority=item.priority,
+            cache_salt=item.cache_salt,
         )

@@ -19,6 +19,7 @@ from jaxserve.engine.messages import (
     EngineMessage,
     Finish,
     Hello,
+    Load,
     ModelInfo,
     Outputs,
     Ready,
@@ -48,6 +49,9 @@ class FakeEngine:
         self.loaded = threading.Event()
         self.loaded.set()
         self.hold = threading.Event()
+        self.queue: tuple[int, int, float] | None = None
+        """Requests and tokens that wait, and for how many seconds, as it tells; None: it says nothing of it."""
+        self._num_received = 0
         self._directory = tempfile.TemporaryDirectory()
         self.address = f"ipc://{self._directory.name}/engine"
         self._closing = threading.Event()
@@ -98,8 +102,11 @@ class FakeEngine:
                     beat = time.monotonic()
                     batches = {client: batches.get(client, []) for client in clients}
                 for client, outputs in batches.items():
-                    socket.send_multipart([client, msgspec.msgpack.encode(Outputs(outputs))])
+                    socket.send_multipart([client, msgspec.msgpack.encode(Outputs(outputs, self._load()))])
                 time.sleep(self.step)
+
+    def _load(self) -> Load | None:
+        return None if self.queue is None else Load(*self.queue, free_slots=0, received=self._num_received)
 
     def _handle(self, client: bytes, message: ClientMessage) -> EngineMessage | None:
         if isinstance(message, Hello):
@@ -107,6 +114,7 @@ class FakeEngine:
         self.received.append(message)
         match message:
             case Add(requests=requests):
+                self._num_received += len(requests)
                 for request in requests:
                     tokens = iter(self.script(request))
                     self._running[request.request_id] = _Answer(client, request, tokens, self.eos_ids)

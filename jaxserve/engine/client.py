@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Literal
 
@@ -13,6 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from jaxserve.engine.admission import Overloaded, QueueLimits
 from jaxserve.engine.messages import (
     Abort,
     Add,
@@ -21,9 +23,11 @@ from jaxserve.engine.messages import (
     EngineMessage,
     Finish,
     Hello,
+    Load,
     ModelInfo,
     Outputs,
     Ready,
+    Refused,
     Reply,
     TokenOutput,
 )
@@ -62,6 +66,10 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._call_ids = itertools.count()
+        self._load = Load(0, 0, 0.0, free_slots=2**31, received=0)
+        """As the engine said last."""
+        self._unheard: deque[EngineRequest] = deque()
+        """Requests sent that the engine did not know of then."""
         self._death: str | None = None
         self._info: ModelInfo | None = None
         self._last_heard = time.monotonic()
@@ -129,6 +137,7 @@ class EngineClient:
             self._streams[request.request_id] = stream
         try:
             self._send(Add(list(requests)))
+            self._unheard.extend(requests)
             while stream.open:
                 output = await stream.queue.get()
                 if isinstance(output, EngineUnavailableError):
@@ -138,6 +147,15 @@ class EngineClient:
                 yield output
         finally:
             self.abort(list(stream.open))
+
+    def check_queue(self, limits: QueueLimits, deadline: float | None = None) -> None:
+        """Raises ``Overloaded`` if one more request would wait too long, by what the engine said last and what was
+        sent to it since."""
+        try:
+            limits.check(self._load, list(self._unheard), deadline)
+        except Overloaded as refusal:
+            self._send(Refused(refusal.reason))
+            raise
 
     def finish(self, request_id: str, kept_tokens: int) -> None:
         """A stop string has ended this request: the engine is to count this many generated tokens."""
@@ -228,7 +246,11 @@ class EngineClient:
     def _handle(self, message: EngineMessage) -> None:
         self._last_heard = time.monotonic()
         match message:
-            case Outputs(outputs=outputs):
+            case Outputs(outputs=outputs, load=load):
+                if load is not None:
+                    for _ in range(load.received - self._load.received):
+                        self._unheard.popleft()
+                    self._load = load
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):
                         stream.queue.put_nowait(output)

@@ -19,17 +19,21 @@ import zmq
 
 from jaxserve import lifeline, logs
 from jaxserve.config import EngineConfig
+from jaxserve.engine import events
 from jaxserve.engine.core import ClientOutput, EngineCore
 from jaxserve.engine.messages import (
     Abort,
+    AbortGroup,
     Add,
     Call,
     ClientMessage,
     EngineMessage,
     Finish,
     Hello,
+    Load,
     Outputs,
     Ready,
+    Refused,
     Reply,
     TokenOutput,
 )
@@ -41,6 +45,9 @@ logger = logging.getLogger("jaxserve.engine.process")  # __name__ is __main__
 EXIT_STARTUP_FAILED = 1
 EXIT_CRASHED = 70
 SIGN_OF_LIFE_SECONDS = 1
+STALL_PAUSE_SECONDS = 0.1
+EVENTS_SHOWN = 256
+EVENTS_IN_CRASH_REPORT = 8
 
 
 class EngineTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +75,8 @@ class EngineServer:
         self._encoder = msgspec.msgpack.Encoder()
         self._last_sent: dict[bytes, float] = {}
         """When each client last heard of us."""
+        self._received: dict[bytes, int] = defaultdict(int)
+        """Requests that each client has sent."""
 
     def run(self) -> None:
         """Serve for ever; an exception out of here is a crash of the engine."""
@@ -78,6 +87,8 @@ class EngineServer:
                 self._core.metrics.idle(time.monotonic() - start)
             self._receive()
             self._send_outputs(self._core.step())
+            if self._core.stalled:
+                time.sleep(STALL_PAUSE_SECONDS)
 
     def _receive(self) -> None:
         while self._socket.poll(0):
@@ -90,6 +101,10 @@ class EngineServer:
                 self._add(client, requests)
             case Abort(request_ids):
                 self._core.abort(request_ids)
+            case AbortGroup(group):
+                self._send_outputs(self._core.abort_group(group))
+            case Refused(reason):
+                self._core.metrics.refused(reason)
             case Finish(request_id, kept_tokens):
                 self._core.finish(request_id, kept_tokens)
             case Call(call_id, method):
@@ -98,6 +113,7 @@ class EngineServer:
                 self._send(client, Ready(self._core.info))
 
     def _add(self, client: bytes, requests: list[EngineRequest]) -> None:
+        self._received[client] += len(requests)
         refused = []
         for item in requests:
             try:
@@ -107,7 +123,7 @@ class EngineServer:
                     TokenOutput(request_id=item.request_id, token_ids=[], finish_reason="error", error=str(error))
                 )
         if refused:
-            self._send(client, Outputs(refused))
+            self._send(client, Outputs(refused, self._load(client)))
 
     def _call(self, method: str) -> bytes:
         match method:
@@ -116,6 +132,11 @@ class EngineServer:
             case "load":
                 scheduler = self._core.scheduler
                 return self._encoder.encode({"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            case "debug_steps":
+                return events.to_json(list(self._core.events)[-EVENTS_SHOWN:])
+            case "reset_prefix_cache":
+                self._core.reset_prefix_cache()
+                return b""
             case _:
                 return b""
 
@@ -125,8 +146,20 @@ class EngineServer:
             by_client[client].append(output)
         now = time.monotonic()
         for client, last in self._last_sent.items():
-            if client in by_client or now - last > SIGN_OF_LIFE_SECONDS:
-                self._send(client, Outputs(by_client[client]))
+            # An engine that stalls gives no sign of life, so that its health turns bad.
+            if client in by_client or (now - last > SIGN_OF_LIFE_SECONDS and not self._core.stalled):
+                self._send(client, Outputs(by_client[client], self._load(client)))
+
+    def _load(self, client: bytes) -> Load:
+        core, scheduler = self._core, self._core.scheduler
+        waiting, tokens = len(scheduler.waiting), scheduler.waiting.num_tokens
+        return Load(
+            waiting=waiting,
+            waiting_tokens=tokens,
+            wait_seconds=core.throughput.wait_seconds(waiting, tokens),
+            free_slots=scheduler.num_free_slots,
+            received=self._received[client],
+        )
 
     def _send(self, client: bytes, message: EngineMessage) -> None:
         self._last_sent[client] = time.monotonic()
@@ -159,7 +192,8 @@ def main() -> int:
     try:
         EngineServer(core, socket).run()
     except Exception:
-        logger.critical("the engine crashed; its last step was %s", list(core.events)[-1:], exc_info=True)
+        last = events.to_json(list(core.events)[-EVENTS_IN_CRASH_REPORT:]).decode()
+        logger.critical("the engine crashed; its last steps were\n%s", last, exc_info=True)
     return EXIT_CRASHED
 
 

@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxserve.models.attention import AttentionInputs
 from jaxserve.runner.buckets import Bucket
-from jaxserve.scheduling.schedule import RowSampling, SchedulerOutput
+from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, RowSampling, SchedulerOutput
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -64,7 +64,7 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, bucket: Bucket, block_size: int) -> _Layout:
         rows, prefill = bucket.rows, bucket.prefill_rows
-        updates = bucket.tokens // block_size + prefill if prefill else 0
+        updates = bucket.tokens // block_size + prefill + MAX_CACHED_BLOCKS if prefill else 0
         sizes = (rows, rows, rows, rows, prefill + 1, prefill * (1 + SAMPLING_WORDS), 3 * updates, bucket.tokens)
         ends = np.cumsum(sizes).tolist()
         return cls(*(slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)))

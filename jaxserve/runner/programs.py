@@ -92,7 +92,7 @@ class ProgramBuilder:
         jitted = jax.jit(forward, donate_argnums=(1, 2))
         lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
         compiled = lowered.compile(None if autotune else UNTUNED)
-        _check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
+        check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
         return compiled
 
     def sample(self, rows: int, variant: SamplerVariant) -> Any:
@@ -106,7 +106,7 @@ class ProgramBuilder:
         jitted = jax.jit(partial(choose_with_options, **how), donate_argnums=(0, 1))
         mask = self._shape((rows, options.mask_words(vocab)), np.int32)
         compiled = jitted.lower(self.state, self.options, logits, row_data, mask).compile()
-        _check_aliased(compiled, (self.state, self.options), f"sample {rows} rows, {variant}")
+        check_aliased(compiled, (self.state, self.options), f"sample {rows} rows, {variant}")
         return compiled
 
     def new_options(self) -> Any:
@@ -121,7 +121,7 @@ class ProgramBuilder:
         """Compile the program that writes a slot's row of the optional state."""
         packed = self._shape((options.ROW_WORDS,), np.int32)
         compiled = jax.jit(options.load_row, donate_argnums=0).lower(self.options, packed).compile()
-        _check_aliased(compiled, self.options, "the program that loads a row of options")
+        check_aliased(compiled, self.options, "the program that loads a row of options")
         return compiled
 
     def all(self, progress: Progress, *, on_gpu: bool, check: Callable[[], None]) -> Programs:
@@ -167,7 +167,7 @@ def nbytes(arrays: Any) -> int:
     return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
 
 
-def _check_aliased(compiled: Any, donated: Any, what: str) -> None:
+def check_aliased(compiled: Any, donated: Any, what: str) -> None:
     """A donation that does not take would copy the whole cache every step, without a word."""
     expected = nbytes(donated)
     aliased = compiled.memory_analysis().alias_size_in_bytes

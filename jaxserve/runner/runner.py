@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import ModelConfig, load_model_config
 from jaxserve.models.dummy import param_structs, random_params
-from jaxserve.models.kv_cache import zeros
+from jaxserve.models.kv_cache import bytes_per_block, zeros
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import Checkpoint
 from jaxserve.runner import batch, compiles, options
@@ -28,7 +28,8 @@ from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.options import OptionsState
 from jaxserve.runner.plan import make_plan, num_blocks
 from jaxserve.runner.programs import ProgramBuilder, Programs
-from jaxserve.runner.sampler import FAULTS, VARIANTS, Kind, SamplerVariant, split_result
+from jaxserve.runner.sampler import FAULTS, NON_FINITE, VARIANTS, Kind, SamplerVariant, split_result
+from jaxserve.runner.swap import SwapHandle, Swapper, reserved_bytes
 from jaxserve.scheduling.schedule import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -77,10 +78,10 @@ class PendingStep:
         tokens, logprobs, top_ids, top_logprobs = split_result(np.asarray(self._result), self._max_logprobs)
         rows = []
         for place, (token, item) in enumerate(zip(tokens.tolist(), self.schedule.rows, strict=False)):
-            if not item.samples:
-                rows.append(NO_TOKEN)
-            elif token in FAULTS:
+            if token == NON_FINITE or (item.samples and token in FAULTS):
                 rows.append(RowOutput([], FAULTS[token]))
+            elif not item.samples:
+                rows.append(NO_TOKEN)
             elif item.wants_logprobs:
                 top = tuple(top_ids[place].tolist()), tuple(top_logprobs[place].tolist())
                 rows.append(RowOutput([token], None, float(logprobs[place]), *top))
@@ -105,11 +106,16 @@ class ModelRunner:
         if self.plan.dtype == np.float32:
             jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU would use TF32
         structs = param_structs(self.model_config, self.plan.dtype, self._mesh)
-        self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], _device_bytes(structs))
+        reserved = _device_bytes(structs)
+        swap_bytes = int(config.swap_space * 2**30)
+        if swap_bytes:
+            reserved += reserved_bytes(bytes_per_block(self.model_config, self.plan.block_size, self.plan.dtype))
+        self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserved)
         builder = ProgramBuilder(self.model_config, self.plan, structs, self._mesh, self.num_blocks)
         with ThreadPoolExecutor(1) as loader:  # programs are compiled from shapes, meanwhile
             loading = loader.submit(self._load, directory, config.load_format, progress)
             self._programs = self._compile(builder, progress, loading)
+            self.swapper = Swapper(builder.cache, self._mesh, swap_bytes) if swap_bytes else None
             self._params = loading.result()
         with self._phase("allocate"):
             self._cache = zeros(builder.cache)
@@ -118,6 +124,8 @@ class ModelRunner:
             self._no_masks: dict[int, jax.Array] = {}
         with self._phase("warm_up"):
             self._warm_up()
+            if self.swapper is not None:
+                self._cache = self.swapper.warm_up(self._cache)
         compiles.freeze()
 
     @contextmanager
@@ -217,6 +225,16 @@ class ModelRunner:
         placed = np.full((bucket.rows, options.mask_words(self.model_config.vocab_size)), -1, np.int32)
         placed[: len(mask)] = mask
         return placed
+
+    def swap_out(self, block_ids: Sequence[int]) -> SwapHandle:
+        """Copy blocks to host memory, as the steps submitted so far leave them; returns before it has happened."""
+        assert self.swapper is not None
+        return self.swapper.swap_out(self._cache, block_ids)
+
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int]) -> None:
+        """Copy them back, to blocks of these numbers, before any step submitted later."""
+        assert self.swapper is not None
+        self._cache = self.swapper.swap_in(self._cache, handle, block_ids)
 
     def logits(self, schedule: SchedulerOutput) -> np.ndarray:
         """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""

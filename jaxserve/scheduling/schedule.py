@@ -9,6 +9,9 @@ from jaxserve.request import SamplingParams
 DEVICE_TOKEN = -1
 """In ``token_ids``: the token that the slot's last step sampled, which only the device may know yet."""
 
+MAX_CACHED_BLOCKS = 8192
+"""Blocks that hold computed tokens already and that the requests of one step can bring along to their slots."""
+
 
 class RowOptions(msgspec.Struct, frozen=True, gc=False):
     """What optional sampling state is built from."""
@@ -47,6 +50,13 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Given when the request takes the slot."""
 
 
+class Swap(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one request that go to host memory, or come back from there in the same order."""
+
+    request_id: str
+    block_ids: list[int]
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step. ``decode`` holds requests that go on with a single token and at most one new block, ``prefill`` the
     others: those that compute several tokens, and those that take a slot."""
@@ -61,8 +71,17 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """Also of tokens that were not chosen."""
     options: bool = False
     """Some row that samples has penalties, biases, bad words or the like."""
+    swap_out: tuple[Swap, ...] = ()
+    """To be done before ``swap_in``, and both before the step."""
+    swap_in: tuple[Swap, ...] = ()
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
+    queried_tokens: int = 0
+    """Tokens of the requests that were admitted for the first time and looked for cached blocks …"""
+    cached_tokens: int = 0
+    """… and how many of those they found."""
+    num_evicted: int = 0
+    """Cached blocks that gave way since the step before."""
 
     @property
     def rows(self) -> list[ScheduledRequest]:

@@ -9,6 +9,7 @@ import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
+from jaxserve.engine.admission import Overloaded
 from jaxserve.engine.client import EngineDeadError, EngineUnavailableError
 from jaxserve.request import RequestError
 from jaxserve.server.schemas import ErrorDetail, ErrorResponse
@@ -18,7 +19,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER = 5
 CLIENT_CLOSED_REQUEST = 499
 
-_TYPES = {401: "authentication_error", 503: "service_unavailable_error"}
+_TYPES = {401: "authentication_error", 429: "rate_limit_error", 503: "service_unavailable_error"}
 _CODES = {
     404: "not_found",
     405: "method_not_allowed",
@@ -38,8 +39,17 @@ _MESSAGES = {
 class ApiError(Exception):
     """An error with all that its body and headers need."""
 
-    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int = RETRY_AFTER,
+    ) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
         self.status = status
         self.message = message
         self.param = param
@@ -66,6 +76,8 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case RequestError():
             return ApiError(400, str(error), param=error.param, code=error.code)
+        case Overloaded():
+            return ApiError(429, str(error), code="overloaded", retry_after=error.retry_after)
         case EngineDeadError():
             return ApiError(503, "The engine is not running any more.", code="engine_dead")
         case EngineUnavailableError():
@@ -83,7 +95,7 @@ def as_api_error(error: Exception) -> ApiError:
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """Litestar's exception handler for everything."""
     fault = as_api_error(error)
-    headers = {"Retry-After": str(RETRY_AFTER)} if fault.status in (429, 503) else {}
+    headers = {"Retry-After": str(fault.retry_after)} if fault.status in (429, 503) else {}
     if isinstance(error, HTTPException) and error.headers:
         headers.update({name: value for name, value in error.headers.items() if name.lower() == "allow"})
     return Response(fault.body(), status_code=fault.status, media_type="application/json", headers=headers)

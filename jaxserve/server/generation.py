@@ -35,6 +35,8 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    cached_tokens: int = 0
+    """Prompt tokens that the engine did not have to compute for this answer."""
 
     def add(self, delta: Delta) -> None:
         self.text += delta.text
@@ -66,8 +68,16 @@ class Generation:
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptTokensDetails(),
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=self._cached_tokens()),
         )
+
+    def _cached_tokens(self) -> int:
+        """A prompt's tokens count as cached where no answer to it had to compute them."""
+        cached: dict[int, int] = {}
+        for choice in self.choices:
+            number = choice.index // self.sampling.n
+            cached[number] = min(cached.get(number, choice.cached_tokens), choice.cached_tokens)
+        return sum(cached.values())
 
     async def deltas(self, client: EngineClient) -> AsyncGenerator[tuple[Choice, Delta], None]:
         """What the answers grow by, until all are finished; closing it early aborts the rest."""
@@ -81,6 +91,7 @@ class Generation:
         async with aclosing(client.generate(requests)) as outputs:
             async for output in outputs:
                 choice = running[output.request_id]
+                choice.cached_tokens = output.cached_tokens
                 delta = choice.output.feed(output)
                 if choice.output.stopped:
                     client.finish(output.request_id, choice.output.num_tokens)

@@ -45,6 +45,7 @@ def serving(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler)
 @post("/v1/completions", status_code=200, guards=[serving])
 async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
+    context.check_queue()  # before any work is done for it
     body = await read_body(request, CompletionRequest, context)
     sampling = validate.completion_sampling(body, context.config, context.defaults)
     prompts = await off_loop(request, lambda: validate.completion_prompts(body, context.config, context.tokenizer))
@@ -56,6 +57,7 @@ async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/v1/chat/completions", status_code=200, guards=[serving])
 async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
+    context.check_queue()
     body = await read_body(request, ChatRequest, context)
     sampling = validate.chat_sampling(body, context.config, context.defaults)
     prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer))
@@ -127,9 +129,13 @@ def begin(
     *,
     chat: bool,
 ) -> Generation:
-    """Lets the call in, or raises ``RequestError``."""
+    """Lets the call in, or raises ``RequestError`` for what can never work, ``Overloaded`` for what cannot work now."""
     request_id = new_id(kind)
-    requests = validate.admit(request_id, prompts, sampling, context.client.info, context.draw_seed, chat=chat)
+    deadline = context.deadline(body.deadline_ms)
+    requests = validate.admit(
+        request_id, prompts, sampling, body, context.client.info, context.draw_seed, deadline, chat=chat
+    )
+    context.check_queue(deadline)
     options = body.stream_options
     return Generation(
         id=request_id,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from litestar import Request, Response, get
+from litestar import Request, Response, get, post
 
 from jaxserve import __version__
 from jaxserve.server.context import ServerContext, context_of
@@ -40,6 +40,21 @@ async def load(request: Request[Any, Any, Any]) -> dict[str, int]:
     """The number of requests that run or wait."""
     counts = msgspec.msgpack.decode(await _ask(context_of(request), "load"), type=dict[str, int])
     return {"server_load": sum(counts.values())}
+
+
+@post("/reset_prefix_cache", status_code=200)
+async def reset_prefix_cache(request: Request[Any, Any, Any]) -> Response[None]:
+    """Forgets all cached KV blocks; requests that run keep theirs."""
+    await _ask(context_of(request), "reset_prefix_cache")
+    return Response(None)
+
+
+@get("/debug/steps")
+async def debug_steps(request: Request[Any, Any, Any]) -> Response[bytes]:
+    """What the engine's last steps did. Only with --enable-debug-steps, since it names other people's requests."""
+    if not context_of(request).config.enable_debug_steps:
+        raise ApiError(404, "There is no such route; --enable-debug-steps makes it.")
+    return Response(await _ask(context_of(request), "debug_steps"), media_type="application/json")
 
 
 async def _ask(context: ServerContext, method: str) -> bytes:

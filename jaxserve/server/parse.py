@@ -31,7 +31,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "modalities": (["text"],),
     "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
@@ -46,9 +45,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
-IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "cache_salt")
-)
+IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"))
 
 _reported: set[str] = set()
 _MAX_REPORTED = 100

@@ -36,6 +36,9 @@ class GenerationRequest(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    deadline_ms: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 

@@ -187,19 +187,33 @@ def admit(
     request_id: str,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
+    body: GenerationRequest,
     info: ModelInfo,
     draw_seed: Callable[[], int],
+    deadline: float | None,
     *,
     chat: bool,
 ) -> list[list[EngineRequest]]:
     """For each prompt the engine's requests, none when max_tokens is 0; raises ``RequestError``."""
+    if body.deadline_ms is not None and body.deadline_ms < 1:
+        raise RequestError(f"deadline_ms must be at least 1, got {body.deadline_ms}.", param="deadline_ms")
     try:
         if sampling.max_tokens == 0:
             for prompt in prompts:
                 admission.check(prompt.token_ids, sampling, info)
             return [[] for _ in prompts]
         return [
-            admission.make_requests(f"{request_id}-{number}", prompt.token_ids, sampling, info, draw_seed=draw_seed)
+            admission.make_requests(
+                f"{request_id}-{number}",
+                prompt.token_ids,
+                sampling,
+                info,
+                draw_seed=draw_seed,
+                group=request_id,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                deadline=deadline,
+            )
             for number, prompt in enumerate(prompts)
         ]
     except RequestError as error:

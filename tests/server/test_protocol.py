@@ -607,7 +607,6 @@ def test_messages_that_cannot_be(served: Served, messages: Any, param: str) -> N
         ("min_tokens", 3, 0),
         ("bad_words", ["x"], []),
         ("allowed_token_ids", [1], None),
-        ("priority", 1, 0),
         ("truncate_prompt_tokens", 5, None),
         ("prompt_embeds", "x", None),
         ("use_beam_search", True, False),
