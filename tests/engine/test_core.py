@@ -227,7 +227,7 @@ def test_events_tell_what_each_step_did(llm):
     assert [e.num_tokens for e in engine.events] == [64, 6] + [1] * 5
     assert all(e.padded_tokens >= e.num_tokens for e in engine.events)
     assert [e.prefill_tokens for e in engine.events] == [(64,), (6,)] + [()] * 5
-    assert engine.events[0].bucket == "0 decode + 64 prefill" and engine.events[-1].bucket == "1 decode + 0 prefill"
+    assert engine.events[0].bucket == "64 tokens" and engine.events[-1].bucket == "decode of 1"
     assert engine.events[0].queried_tokens == 70 and not any(e.cached_tokens or e.compiled for e in engine.events)
     assert all(e.schedule_seconds + e.submit_seconds + e.wait_seconds < e.collected for e in engine.events)
     shown = json.loads(to_json(engine.events))
