@@ -47,7 +47,31 @@ class _Stream:
 
     def __init__(self, request_ids: Iterable[str]) -> None:
         self.open = set(request_ids)
-        self.queue: asyncio.Queue[TokenOutput | EngineUnavailableError] = asyncio.Queue()
+        self._outputs: list[TokenOutput] = []
+        self._error: EngineUnavailableError | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, output: TokenOutput) -> None:
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: EngineUnavailableError) -> None:
+        self._error = error
+        self._wake()
+
+    async def take(self) -> list[TokenOutput]:
+        """All outputs that have come, as soon as there are any; raises the error that came after them."""
+        if not self._outputs and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if not self._outputs and self._error is not None:
+            raise self._error
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class EngineClient:
@@ -117,8 +141,8 @@ class EngineClient:
             return False
         return time.monotonic() - self._last_heard < SILENCE_LIMIT
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
-        """The outputs of these requests as they come, until all have ended.
+    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[TokenOutput], None]:
+        """The outputs of these requests as they come, all that are there at a time, until all have ended.
 
         Closing the generator early, or cancelling whoever waits in it, aborts the rest. Raises
         ``EngineUnavailableError`` when the engine can no longer answer.
@@ -130,12 +154,11 @@ class EngineClient:
         try:
             self._send(Add(list(requests)))
             while stream.open:
-                output = await stream.queue.get()
-                if isinstance(output, EngineUnavailableError):
-                    raise output
-                if output.finish_reason is not None:
-                    self._forget(output.request_id)
-                yield output
+                outputs = await stream.take()
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._forget(output.request_id)
+                yield outputs
         finally:
             self.abort(list(stream.open))
 
@@ -188,7 +211,7 @@ class EngineClient:
     def fail_streams(self, error: EngineUnavailableError) -> None:
         """Makes every waiting ``generate`` and ``call`` raise this."""
         for stream in set(self._streams.values()):
-            stream.queue.put_nowait(error)
+            stream.fail(error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -231,7 +254,7 @@ class EngineClient:
             case Outputs(outputs=outputs):
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):
-                        stream.queue.put_nowait(output)
+                        stream.put(output)
             case Reply(call_id=call_id, result=result):
                 future = self._calls.get(call_id)
                 if future is not None and not future.done():
