@@ -104,6 +104,10 @@ class EngineClient:
         if self._engine_fd is not None:
             self.watch_engine(self._engine_fd)
 
+    async def wait_ready(self, seconds: float) -> None:
+        """Until the engine is ready or dead, but no longer than this."""
+        await asyncio.wait([self.ready], timeout=seconds)
+
     async def close(self) -> None:
         """Lets go of everything. The engine aborts what this client had not finished."""
         self.abort(list(self._streams))

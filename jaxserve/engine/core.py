@@ -124,11 +124,16 @@ class EngineCore:
         self._publish()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in whatever state they are; unknown ids are ignored."""
+        """End requests in whatever state they are; unknown ids are ignored. The ids are those of ``engine_id``."""
         for request_id in request_ids:
             request = self.scheduler.get(request_id)
             if request is not None and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ABORT, request.num_output_tokens)
+
+    def abort_client(self, client: bytes) -> None:
+        """End all requests of a client that is gone."""
+        scheduler = self.scheduler
+        self.abort([r.request_id for r in (*scheduler.running, *scheduler.waiting) if r.client == client])
 
     def finish(self, request_id: str, kept_tokens: int) -> None:
         """A client saw a stop string end: the answer is the first ``kept_tokens`` generated tokens."""
@@ -249,7 +254,7 @@ def _output(request: Request, item: ScheduledRequest, row: RowOutput, tokens: li
         logprobs = [TokenLogprobs(row.logprob, list(row.top_ids[:top]), list(row.top_logprobs[:top]))]
     stopped = request.finish_reason is FinishReason.STOP and tokens[-1] in request.sampling.stop_token_ids
     return TokenOutput(
-        request_id=request.request_id,
+        request_id=request.client_request_id,
         token_ids=tokens,
         logprobs=logprobs,
         finish_reason=request.finish_reason.value if done and request.finish_reason else None,
@@ -260,7 +265,7 @@ def _output(request: Request, item: ScheduledRequest, row: RowOutput, tokens: li
 
 def _error(request: Request, message: str) -> TokenOutput:
     return TokenOutput(
-        request_id=request.request_id,
+        request_id=request.client_request_id,
         token_ids=[],
         finish_reason="error",
         error=message,

@@ -33,7 +33,7 @@ from jaxserve.engine.messages import (
     Reply,
     TokenOutput,
 )
-from jaxserve.request import EngineRequest
+from jaxserve.request import EngineRequest, engine_id
 from jaxserve.runner import backend
 
 logger = logging.getLogger("jaxserve.engine.process")  # __name__ is __main__
@@ -89,9 +89,9 @@ class EngineServer:
             case Add(requests):
                 self._add(client, requests)
             case Abort(request_ids):
-                self._core.abort(request_ids)
+                self._core.abort([engine_id(client, request_id) for request_id in request_ids])
             case Finish(request_id, kept_tokens):
-                self._core.finish(request_id, kept_tokens)
+                self._core.finish(engine_id(client, request_id), kept_tokens)
             case Call(call_id, method):
                 self._send(client, Reply(call_id, self._call(method)))
             case Hello():
@@ -124,13 +124,21 @@ class EngineServer:
         for client, output in outputs:
             by_client[client].append(output)
         now = time.monotonic()
-        for client, last in self._last_sent.items():
+        for client, last in list(self._last_sent.items()):
             if client in by_client or now - last > SIGN_OF_LIFE_SECONDS:
                 self._send(client, Outputs(by_client[client]))
 
     def _send(self, client: bytes, message: EngineMessage) -> None:
-        self._last_sent[client] = time.monotonic()
-        self._socket.send_multipart([client, self._encoder.encode(message)])
+        """Every client is sent something each second: one that is gone is found out, and its requests end."""
+        try:
+            self._socket.send_multipart([client, self._encoder.encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._last_sent.pop(client, None)
+            self._core.abort_client(client)
+        else:
+            self._last_sent[client] = time.monotonic()
 
 
 def main() -> int:
@@ -141,6 +149,7 @@ def main() -> int:
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone raises
     try:
         socket.bind(task.address)
         backend.configure(task.config)

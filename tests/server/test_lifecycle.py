@@ -194,7 +194,14 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(endless: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--port", "99999"), ("--port", "x"), ("--dtype", "int3"), ("--block-size", "7"), ("--no-such-flag", "1")],
+    [
+        ("--port", "99999"),
+        ("--port", "x"),
+        ("--dtype", "int3"),
+        ("--block-size", "7"),
+        ("--api-server-count", "0"),
+        ("--no-such-flag", "1"),
+    ],
 )
 def test_a_bad_flag_is_named_and_exit_code_2(tmp_path: Path, flag: str, value: str) -> None:
     code, stderr = run_to_the_end([sys.executable, "-m", "jaxserve", "--model", str(tmp_path), flag, value])
