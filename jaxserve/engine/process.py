@@ -123,10 +123,10 @@ class EngineServer:
         by_client: dict[bytes, list[TokenOutput]] = defaultdict(list)
         for client, output in outputs:
             by_client[client].append(output)
-        now = time.monotonic()
-        for client, last in list(self._last_sent.items()):
-            if client in by_client or now - last > SIGN_OF_LIFE_SECONDS:
-                self._send(client, Outputs(by_client[client]))
+        silent_since = time.monotonic() - SIGN_OF_LIFE_SECONDS
+        silent = {client for client, last in self._last_sent.items() if last < silent_since}
+        for client in silent | by_client.keys():
+            self._send(client, Outputs(by_client[client]))
 
     def _send(self, client: bytes, message: EngineMessage) -> None:
         """Every client is sent something each second: one that is gone is found out, and its requests end."""
@@ -141,17 +141,23 @@ class EngineServer:
             self._last_sent[client] = time.monotonic()
 
 
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """Where clients connect to."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone raises
+    socket.bind(address)
+    return socket
+
+
 def main() -> int:
     task = msgspec.json.decode(sys.stdin.buffer.read(), type=EngineTask)
     lifeline.exit_with_parent(task.parent_fd)
     logs.setup(task.log_level, task.log_json)
     context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone raises
     try:
-        socket.bind(task.address)
+        socket = make_socket(context, task.address)
         backend.configure(task.config)
         core = EngineCore.load(task.config, Path(task.directory), logger.info, task.model_name)
     except (ValueError, OSError) as error:
