@@ -90,6 +90,18 @@ async def test_finishing_ends_the_stream(pair: tuple[FakeEngine, EngineClient]) 
     assert not engine.of_kind(Abort)
 
 
+async def test_what_has_come_meanwhile_comes_together(pair: tuple[FakeEngine, EngineClient]) -> None:
+    engine, client = pair
+    async with aclosing(client.generate([request("a", 5)])) as batches:
+        first = await anext(batches)
+        await eventually(lambda: engine.num_running == 0)
+        await asyncio.sleep(0.2)
+        rest = await anext(batches)
+        assert [output.token_ids for output in first + rest] == [[7], [8], [9], [10], [11]]
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
+
+
 async def test_calls(pair: tuple[FakeEngine, EngineClient]) -> None:
     _, client = pair
     assert await client.call("metrics") == b"# metrics\n"

@@ -177,14 +177,19 @@ class EngineClient:
         if known:
             self._send(Abort(known))
 
-    async def call(self, method: str, timeout: float = 5.0) -> bytes:
+    async def cancel(self, response_id: str) -> int:
+        """Aborts the requests of a response for somebody else, also those of another API process; whoever waits for
+        them is told. Returns how many there were; ``TimeoutError`` if the engine does not answer."""
+        return msgspec.msgpack.decode(await self.call("cancel", response_id), type=int)
+
+    async def call(self, method: str, argument: str = "", timeout: float = 5.0) -> bytes:
         """Asks the engine something; ``TimeoutError`` if it does not answer in time."""
         self._check_alive()
         call_id = next(self._call_ids)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(Call(call_id, method))
+            self._send(Call(call_id, method, argument))
             async with asyncio.timeout(timeout):
                 return await future
         finally:

@@ -67,10 +67,12 @@ class Finish(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting)."""
+    """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting), ``cancel``."""
 
     call_id: int
     method: str
+    argument: str = ""
+    """cancel: the id of a response, of whichever client. Its requests end, whose client is told, and are counted."""
 
 
 class Hello(Message, frozen=True):

@@ -92,8 +92,8 @@ class EngineServer:
                 self._core.abort([engine_id(client, request_id) for request_id in request_ids])
             case Finish(request_id, kept_tokens):
                 self._core.finish(engine_id(client, request_id), kept_tokens)
-            case Call(call_id, method):
-                self._send(client, Reply(call_id, self._call(method)))
+            case Call(call_id, method, argument):
+                self._send(client, Reply(call_id, self._call(method, argument)))
             case Hello():
                 self._send(client, Ready(self._core.info))
 
@@ -109,15 +109,31 @@ class EngineServer:
         if refused:
             self._send(client, Outputs(refused))
 
-    def _call(self, method: str) -> bytes:
+    def _call(self, method: str, argument: str) -> bytes:
         match method:
             case "metrics":
                 return self._core.metrics.exposition()
             case "load":
                 scheduler = self._core.scheduler
                 return self._encoder.encode({"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            case "cancel":
+                return self._encoder.encode(self._cancel(argument))
             case _:
                 return b""
+
+    def _cancel(self, response_id: str) -> int:
+        scheduler = self._core.scheduler
+        # A request's id is that of its response, the number of its prompt and that of its choice.
+        requests = [
+            request
+            for request in (*scheduler.running, *scheduler.waiting)
+            if request.client_request_id.rsplit("-", 2)[0] == response_id
+        ]
+        self._core.abort([request.request_id for request in requests])
+        for request in requests:
+            last = TokenOutput(request_id=request.client_request_id, token_ids=[], finish_reason="abort")
+            self._send(request.client, Outputs([last]))
+        return len(requests)
 
     def _send_outputs(self, outputs: list[ClientOutput]) -> None:
         by_client: dict[bytes, list[TokenOutput]] = defaultdict(list)

@@ -60,10 +60,10 @@ async def clients(core: EngineCore, directory: Path, number: int) -> AsyncIterat
                     await loop
 
 
-def request(max_tokens: int, prompt: int) -> EngineRequest:
+def request(max_tokens: int, prompt: int, request_id: str = "the same") -> EngineRequest:
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
     return EngineRequest(
-        request_id="the same", prompt_token_ids=[prompt], sampling=sampling, max_tokens=max_tokens, seed=0
+        request_id=request_id, prompt_token_ids=[prompt], sampling=sampling, max_tokens=max_tokens, seed=0
     )
 
 
@@ -92,6 +92,18 @@ async def test_two_clients_may_use_the_same_id(core: EngineCore, tmp_path: Path)
             await asyncio.sleep(0)
         leaving.cancel()
         assert len(await staying) == 100
+        await until_idle(core)
+
+
+async def test_a_client_cancels_anothers_response(core: EngineCore, tmp_path: Path) -> None:
+    async with clients(core, tmp_path, 2) as (one, other):
+        wanted = [request(200, 5, f"cmpl-1-0-{index}") for index in range(2)] + [request(100, 5, "cmpl-12-0-0")]
+        batches = one.generate(wanted)
+        await anext(batches)
+        assert await other.cancel("cmpl-1") == 2
+        assert await other.cancel("cmpl-1") == await other.cancel("cmpl") == 0
+        ends = {o.request_id: o.finish_reason async for outputs in batches for o in outputs if o.finish_reason}
+        assert ends == {"cmpl-1-0-0": "abort", "cmpl-1-0-1": "abort", "cmpl-12-0-0": "length"}
         await until_idle(core)
 
 

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -26,10 +27,23 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_table_checkpoint(tmp_path_factory.mktemp("endless"), {A: B, B: A}, max_position_embeddings=16384)
 
 
+@contextmanager
+def two(model: Path) -> Iterator[Server]:
+    with serving(model, api_server_count=2, **SMALLEST | {"max_num_seqs": 8, "row_buckets": (8,)}) as server:
+        wait_until(lambda: len(server.apis) == 2)
+        yield server
+
+
 @pytest.fixture
 def server(endless: Path) -> Iterator[Server]:
-    with serving(endless, api_server_count=2, **SMALLEST | {"max_num_seqs": 8, "row_buckets": (8,)}) as server:
-        wait_until(lambda: len(server.apis) == 2)
+    with two(endless) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lasting(endless: Path) -> Iterator[Server]:
+    """For tests that leave it as it was."""
+    with two(endless) as server:
         yield server
 
 
@@ -65,12 +79,19 @@ def running(server: Server) -> list[float]:
     ]
 
 
-def test_all_serve_and_know_the_same(server: Server) -> None:
-    streams = [stream for several in streams_of_each(server, 3000).values() for stream in several]
-    assert running(server) == [len(streams)] * 12
-    assert [answer.json() for answer in ask_all(server, "/load")] == [{"server_load": len(streams)}] * 12
-    assert [answer.status_code for answer in ask_all(server, "/health")] == [200] * 12
+def test_all_serve_and_know_the_same(lasting: Server) -> None:
+    streams = [stream for several in streams_of_each(lasting, 3000).values() for stream in several]
+    assert running(lasting) == [len(streams)] * 12
+    assert [answer.json() for answer in ask_all(lasting, "/load")] == [{"server_load": len(streams)}] * 12
+    assert [answer.status_code for answer in ask_all(lasting, "/health")] == [200] * 12
     assert [stream.text() for stream in streams] == ["ba" * 1500] * len(streams)
+
+
+def test_another_server_does_not_join_in_on_the_port(lasting: Server, endless: Path) -> None:
+    """Though the port is shared among processes of one server."""
+    for count in (1, 2):
+        code, stderr = run_to_the_end(command(endless, port=lasting.port, api_server_count=count, **SMALLEST))
+        assert code == 1 and stderr.count("\n") == 1 and f"127.0.0.1:{lasting.port}: Address already in use" in stderr
 
 
 def test_a_dead_one_takes_its_requests_along_and_is_replaced(server: Server) -> None:
@@ -114,10 +135,3 @@ def test_a_second_signal_cuts_off_the_streams_of_all(server: Server) -> None:
     server.popen.send_signal(signal.SIGTERM)
     assert server.wait_exit(10) == 0
     assert all("shutting down" in stream.error()["message"] for stream in streams)
-
-
-def test_another_server_does_not_join_in_on_the_port(server: Server, endless: Path) -> None:
-    """Though the port is shared among processes of one server."""
-    for count in (1, 2):
-        code, stderr = run_to_the_end(command(endless, port=server.port, api_server_count=count, **SMALLEST))
-        assert code == 1 and stderr.count("\n") == 1 and f"127.0.0.1:{server.port}: Address already in use" in stderr
