@@ -85,6 +85,7 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="ADDRESS", help="[127.0.0.1]")
     group.add_argument("--port", type=int, metavar="N", help="[8000]")
+    group.add_argument("--api-server-count", type=int, metavar="N", help="processes that speak HTTP [1]")
     group.add_argument("--shutdown-timeout", type=float, metavar="S", help="time to finish after SIGTERM [30]")
     group.add_argument(
         "--max-num-queued-reqs", type=_count_or_none, metavar="N|none",

@@ -12,6 +12,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "triton")
 LOAD_FORMATS = ("safetensors", "dummy")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_API_SERVERS = 64
 
 
 def cache_root() -> Path:
@@ -97,6 +98,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names that requests may use; the first is the one in answers. Empty: the model argument as given."""
     host: str = "127.0.0.1"
     port: int = 8000
+    api_server_count: int = 1
+    """Processes that speak HTTP, in front of the one engine."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's own template."""
     log_level: str = "info"
@@ -118,6 +121,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
         _choice("--log-level", self.log_level, LOG_LEVELS)
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ValueError(f"--api-server-count must be between 1 and {MAX_API_SERVERS}, got {self.api_server_count}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout:g}")
         if self.request_timeout is not None and self.request_timeout <= 0:

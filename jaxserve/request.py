@@ -200,12 +200,19 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+def engine_id(client: bytes, request_id: str) -> str:
+    """What the engine calls a client's request: two clients may give theirs the same id."""
+    return f"{client.hex()}/{request_id}" if client else request_id
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """The engine's record of one request. Only the scheduler and the KV manager write it."""
 
     request_id: str
+    """Unique in the engine, see ``engine_id``."""
     client: bytes
+    client_request_id: str
     prompt_len: int
     token_ids: list[int]
     """Prompt, then every token generated and collected so far."""
@@ -276,8 +283,9 @@ class Request:
     def create(cls, item: EngineRequest, *, client: bytes, eos_ids: frozenset[int], order: int) -> Request:
         stop_ids = frozenset(item.sampling.stop_token_ids)
         return cls(
-            request_id=item.request_id,
+            request_id=engine_id(client, item.request_id),
             client=client,
+            client_request_id=item.request_id,
             prompt_len=len(item.prompt_token_ids),
             token_ids=list(item.prompt_token_ids),
             sampling=item.sampling,

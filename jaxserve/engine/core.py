@@ -172,7 +172,7 @@ class EngineCore:
         self._publish()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in whatever state they are; unknown ids are ignored."""
+        """End requests in whatever state they are; unknown ids are ignored. The ids are those of ``engine_id``."""
         for request_id in request_ids:
             request = self.scheduler.get(request_id)
             if request is not None and request.status is not Status.FINISHED:
@@ -187,6 +187,10 @@ class EngineCore:
             self._finish(request, FinishReason.ABORT, request.num_output_tokens)
             outputs.append(ClientOutput(request.client, ending(request)))
         return outputs
+    def abort_client(self, client: bytes) -> None:
+        """End all requests of a client that is gone."""
+        scheduler = self.scheduler
+        self.abort([r.request_id for r in (*scheduler.running, *scheduler.waiting) if r.client == client])
 
     def finish(self, request_id: str, kept_tokens: int) -> None:
         """A client saw a stop string end: the answer is the first ``kept_tokens`` generated tokens."""

@@ -72,12 +72,6 @@ class Finish(Message, frozen=True):
     kept_tokens: int
 
 
-class AbortGroup(Message, frozen=True):
-    """Like ``Abort`` for all answers of a call, whoever sent it. Those answers end with finish reason abort."""
-
-    group: str
-
-
 class Refused(Message, frozen=True):
     """The client refused a call for this reason, before it became requests."""
 
@@ -85,18 +79,20 @@ class Refused(Message, frozen=True):
 
 
 class Call(Message, frozen=True):
-    """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting),
+    """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting), ``cancel``,
     ``reset_prefix_cache``, ``debug_steps`` (the last steps as JSON)."""
 
     call_id: int
     method: str
+    argument: str = ""
+    """cancel: the id of a response, of whichever client. Its requests end, whose client is told, and are counted."""
 
 
 class Hello(Message, frozen=True):
     """A client's first message: it is ready to hear."""
 
 
-ClientMessage = Add | Abort | AbortGroup | Finish | Refused | Call | Hello
+ClientMessage = Add | Abort | Finish | Refused | Call | Hello
 
 # engine -> client
 

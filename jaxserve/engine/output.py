@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jaxserve.engine.messages import TokenLogprobs, TokenOutput
 from jaxserve.request import FinishReason, SamplingParams
 from jaxserve.tokenizer import Tokenizer
@@ -78,8 +80,7 @@ def _failures(pattern: str) -> list[int]:
     return failures
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True):
     """One generated token as an answer shows it."""
 
     token_id: int
@@ -90,8 +91,7 @@ class Token:
     """Likeliest ids and their log-probabilities, where they were asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What an answer grows by: text that will never be taken back, and the tokens that begin in it."""
 
     text: str

@@ -23,7 +23,6 @@ from jaxserve.engine import events
 from jaxserve.engine.core import ClientOutput, EngineCore
 from jaxserve.engine.messages import (
     Abort,
-    AbortGroup,
     Add,
     Call,
     ClientMessage,
@@ -37,7 +36,7 @@ from jaxserve.engine.messages import (
     Reply,
     TokenOutput,
 )
-from jaxserve.request import EngineRequest
+from jaxserve.request import EngineRequest, engine_id
 from jaxserve.runner import backend
 
 logger = logging.getLogger("jaxserve.engine.process")  # __name__ is __main__
@@ -100,15 +99,13 @@ class EngineServer:
             case Add(requests):
                 self._add(client, requests)
             case Abort(request_ids):
-                self._core.abort(request_ids)
-            case AbortGroup(group):
-                self._send_outputs(self._core.abort_group(group))
+                self._core.abort([engine_id(client, request_id) for request_id in request_ids])
             case Refused(reason):
                 self._core.metrics.refused(reason)
             case Finish(request_id, kept_tokens):
-                self._core.finish(request_id, kept_tokens)
-            case Call(call_id, method):
-                self._send(client, Reply(call_id, self._call(method)))
+                self._core.finish(engine_id(client, request_id), kept_tokens)
+            case Call(call_id, method, argument):
+                self._send(client, Reply(call_id, self._call(method, argument)))
             case Hello():
                 self._send(client, Ready(self._core.info))
 
@@ -125,13 +122,17 @@ class EngineServer:
         if refused:
             self._send(client, Outputs(refused, self._load(client)))
 
-    def _call(self, method: str) -> bytes:
+    def _call(self, method: str, argument: str) -> bytes:
         match method:
             case "metrics":
                 return self._core.metrics.exposition()
             case "load":
                 scheduler = self._core.scheduler
                 return self._encoder.encode({"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            case "cancel":
+                ended = self._core.abort_group(argument)
+                self._send_outputs(ended)
+                return self._encoder.encode(len(ended))
             case "debug_steps":
                 return events.to_json(list(self._core.events)[-EVENTS_SHOWN:])
             case "reset_prefix_cache":
@@ -145,7 +146,7 @@ class EngineServer:
         for client, output in outputs:
             by_client[client].append(output)
         now = time.monotonic()
-        for client, last in self._last_sent.items():
+        for client, last in list(self._last_sent.items()):
             # An engine that stalls gives no sign of life, so that its health turns bad.
             if client in by_client or (now - last > SIGN_OF_LIFE_SECONDS and not self._core.stalled):
                 self._send(client, Outputs(by_client[client], self._load(client)))
@@ -162,8 +163,27 @@ class EngineServer:
         )
 
     def _send(self, client: bytes, message: EngineMessage) -> None:
-        self._last_sent[client] = time.monotonic()
-        self._socket.send_multipart([client, self._encoder.encode(message)])
+        """Every client is sent something each second: one that is gone is found out, and its requests end."""
+        try:
+            self._socket.send_multipart([client, self._encoder.encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._last_sent.pop(client, None)
+            self._received.pop(client, None)
+            self._core.abort_client(client)
+        else:
+            self._last_sent[client] = time.monotonic()
+
+
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """Where clients connect to."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone raises
+    socket.bind(address)
+    return socket
 
 
 def main() -> int:
@@ -171,11 +191,8 @@ def main() -> int:
     lifeline.exit_with_parent(task.parent_fd)
     logs.setup(task.log_level, task.log_json)
     context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
-    socket.setsockopt(zmq.LINGER, 0)
     try:
-        socket.bind(task.address)
+        socket = make_socket(context, task.address)
         backend.configure(task.config)
         core = EngineCore.load(task.config, Path(task.directory), logger.info, task.model_name)
     except (ValueError, OSError) as error:

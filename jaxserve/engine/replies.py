@@ -18,7 +18,7 @@ def new_tokens(request: Request, item: ScheduledRequest, row: RowOutput, tokens:
         logprobs = [TokenLogprobs(row.logprob, list(row.top_ids[:top]), list(row.top_logprobs[:top]))]
     stopped = request.finish_reason is FinishReason.STOP and tokens[-1] in request.sampling.stop_token_ids
     return TokenOutput(
-        request_id=request.request_id,
+        request_id=request.client_request_id,
         token_ids=tokens,
         logprobs=logprobs,
         finish_reason=request.finish_reason.value if done and request.finish_reason else None,
@@ -32,7 +32,7 @@ def ending(request: Request, *, stop_reason: str | None = None, error: str | Non
     """The last output of a request that ends between two tokens."""
     assert request.finish_reason is not None
     return TokenOutput(
-        request_id=request.request_id,
+        request_id=request.client_request_id,
         token_ids=[],
         finish_reason=request.finish_reason.value,
         stop_reason=stop_reason,

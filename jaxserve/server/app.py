@@ -18,6 +18,8 @@ from jaxserve.server.errors import answer_error
 from jaxserve.tokenizer import Tokenizer
 
 MAX_REQUEST_ID = 256
+GREETING_SECONDS = 0.5
+"""For an engine that is ready to say so; one that loads does not answer."""
 
 
 def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, defaults: dict[str, Any]) -> Litestar:
@@ -27,6 +29,9 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
     @asynccontextmanager
     async def engine_line(_: Litestar) -> AsyncIterator[None]:
         await client.start()
+        # Where the engine serves already, for this process's siblings or its predecessor, so does this one from the
+        # first request on.
+        await client.wait_ready(GREETING_SECONDS)
         try:
             yield
         finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from litestar import Request
 
 from jaxserve.engine.client import EngineClient
+from jaxserve.engine.messages import TokenOutput
 from jaxserve.engine.output import ChoiceOutput, Delta, Token
 from jaxserve.request import EngineRequest, FinishReason, SamplingParams
 from jaxserve.server.errors import ClientDisconnectedError, GenerationError
@@ -79,33 +80,40 @@ class Generation:
             cached[number] = min(cached.get(number, choice.cached_tokens), choice.cached_tokens)
         return sum(cached.values())
 
-    async def deltas(self, client: EngineClient) -> AsyncGenerator[tuple[Choice, Delta], None]:
-        """What the answers grow by, until all are finished; closing it early aborts the rest."""
+    async def deltas(self, client: EngineClient) -> AsyncGenerator[Iterator[tuple[Choice, Delta]], None]:
+        """What the answers grow by, all that is there at a time, until all are finished; closing it early aborts the
+        rest. Each iterator is to be used up before the next, and raises ``GenerationError`` where a request failed.
+        """
+        yield ((choice, Delta("", (), FinishReason.LENGTH)) for choice in self.choices if choice.request is None)
         running = {choice.request.request_id: choice for choice in self.choices if choice.request}
-        for choice in self.choices:
-            if choice.request is None:
-                yield choice, Delta("", (), FinishReason.LENGTH)
         if not running:
             return
         requests = [choice.request for choice in running.values() if choice.request]
-        async with aclosing(client.generate(requests)) as outputs:
-            async for output in outputs:
-                choice = running[output.request_id]
-                choice.cached_tokens = output.cached_tokens
-                delta = choice.output.feed(output)
-                if choice.output.stopped:
-                    client.finish(output.request_id, choice.output.num_tokens)
-                if delta is None:
-                    continue
-                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                    raise GenerationError(delta.error or "The request was aborted.")
-                yield choice, delta
+        async with aclosing(client.generate(requests)) as batches:
+            async for outputs in batches:
+                yield self._grow(outputs, running, client)
+
+    def _grow(
+        self, outputs: list[TokenOutput], running: Mapping[str, Choice], client: EngineClient
+    ) -> Iterator[tuple[Choice, Delta]]:
+        for output in outputs:
+            choice = running[output.request_id]
+            choice.cached_tokens = output.cached_tokens
+            delta = choice.output.feed(output)
+            if choice.output.stopped:
+                client.finish(output.request_id, choice.output.num_tokens)
+            if delta is None:
+                continue
+            if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise GenerationError(delta.error or "The request was aborted.")
+            yield choice, delta
 
     async def complete(self, client: EngineClient) -> None:
         """Runs to the end; then the choices hold their answers."""
-        async with aclosing(self.deltas(client)) as deltas:
-            async for choice, delta in deltas:
-                choice.add(delta)
+        async with aclosing(self.deltas(client)) as batches:
+            async for deltas in batches:
+                for choice, delta in deltas:
+                    choice.add(delta)
 
 
 def make_choices(

@@ -11,12 +11,12 @@ from litestar import Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.exceptions import InternalServerException
 from litestar.handlers.base import BaseRouteHandler
-from litestar.response import Stream
 
 from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
 from jaxserve.server.errors import ClientDisconnectedError
+from jaxserve.server.event_stream import EventStream
 from jaxserve.server.generation import Generation, make_choices, unless_disconnected
 from jaxserve.server.parse import check_content_type, check_model, parse_body, unknown_model
 from jaxserve.server.protocol import ChatDialect, CompletionDialect, Dialect, stream_events
@@ -155,11 +155,7 @@ async def respond(
 ) -> Response[Any]:
     """The answer, as a stream of events or whole."""
     if body.stream:
-        return Stream(
-            stream_events(dialect, context.client),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        return EventStream(stream_events(dialect, context.client))
     await unless_disconnected(request, dialect.generation.complete(context.client))
     return json_answer(dialect.answer())
 

@@ -6,6 +6,7 @@ It reads a ``Startup`` as JSON from stdin, serves until SIGTERM or its parent's 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -128,6 +129,9 @@ def main() -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 1
+    # What was made so far lives as long as the process: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     listener = socket.socket(fileno=startup.listen_fd)
     asyncio.run(server.serve(sockets=[listener]), loop_factory=server.config.get_loop_factory())
     return 0 if server.started else 1

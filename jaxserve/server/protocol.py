@@ -233,16 +233,23 @@ def encode_event(value: msgspec.Struct) -> bytes:
 
 
 async def stream_events(dialect: Dialect, client: EngineClient) -> AsyncGenerator[bytes, None]:
-    """The body of a streamed answer. After its first byte a fault can only be an event."""
+    """The body of a streamed answer: all events that are there at a time, together. After the first byte a fault can
+    only be an event."""
     generation = dialect.generation
+    events = bytearray()
     try:
         for chunk in dialect.opening():
-            yield encode_event(chunk)
-        async with aclosing(generation.deltas(client)) as deltas:
-            async for choice, delta in deltas:
-                yield b"".join(map(encode_event, dialect.chunks(choice, delta)))
+            events += encode_event(chunk)
+        async with aclosing(generation.deltas(client)) as batches:
+            async for deltas in batches:
+                for choice, delta in deltas:
+                    for chunk in dialect.chunks(choice, delta):
+                        events += encode_event(chunk)
+                if events:
+                    yield bytes(events)
+                    events.clear()
         if generation.include_usage:
-            yield encode_event(dialect.usage_chunk())
+            events += encode_event(dialect.usage_chunk())
     except Exception as error:
-        yield b"data: " + as_api_error(error).body() + b"\n\n"
-    yield DONE
+        events += b"data: " + as_api_error(error).body() + b"\n\n"
+    yield bytes(events + DONE)

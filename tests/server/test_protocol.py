@@ -18,6 +18,7 @@ import openai
 import pytest
 
 from jaxserve.engine.messages import Abort, Add, Finish
+from jaxserve.server import event_stream
 from tests.server.conftest import CONTEXT, MODEL, Served, encode_answer, serve, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -103,6 +104,24 @@ def test_st01_usage_comes_once(served: Served) -> None:
     usage = chunks[-1]["usage"]
     assert usage == ok(post(served, CHAT, max_tokens=20))["usage"]
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_idle_stream_is_sent_comments(served: Served, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    served.says("ab", eos=False)
+    monkeypatch.setattr(event_stream, "PING_SECONDS", 0.1)
+    body = {"prompt": "x"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "x"}]}
+    served.engine.hold.set()
+    with served.http.stream("POST", path, json=body | {"stream": True, "max_tokens": 3}) as response:
+        lines = response.iter_lines()
+        try:
+            assert [next(lines) for _ in range(6)] == [": ping", ""] * 3
+        finally:
+            served.engine.hold.clear()
+        events = [line for line in lines if line and line != ": ping"]
+    assert all(event.startswith("data: ") for event in events) and events[-1] == "data: [DONE]"
+    texts = [event for event in events if '"text":"' in event or '"content":"' in event]
+    assert len(texts) >= 3
 
 
 def test_running_usage_on_demand(served: Served) -> None:
