@@ -78,11 +78,22 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"), where)
+    if thoughts := _thoughts(message, where):
+        plain["reasoning"] = plain["reasoning_content"] = thoughts  # templates know one or the other
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list.", param="messages")
         plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
+
+
+def _thoughts(message: Mapping[str, Any], where: str) -> str | None:
+    """What the assistant thought in an earlier turn, under either of its names."""
+    for name in ("reasoning", "reasoning_content"):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{where}.{name} must be a string.", param="messages")
+    return message.get("reasoning") or message.get("reasoning_content")
 
 
 def _text(content: Any, where: str) -> str:

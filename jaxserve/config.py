@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -50,6 +50,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = 20
     generation_config: str = "auto"
     """auto: defaults from the model's generation_config.json; vllm: neutral defaults; or a directory."""
+    override_generation_config: dict[str, Any] | None = None
+    """Sampling defaults that go before those of ``generation_config``."""
     compilation_cache_dir: str | None = None
     load_format: str = "safetensors"
     token_buckets: tuple[int, ...] | None = None
@@ -96,9 +98,17 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_json: bool = False
     shutdown_timeout: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
+    enable_force_include_usage: bool = False
+    """Streams end with a usage chunk, asked for or not."""
+    enable_per_request_metrics: bool = False
+    """Answers carry a ``metrics`` object, plain ones a Server-Timing header too."""
+    enable_request_id_headers: bool = False
+    """Answers carry an X-Request-Id also where the client sent none."""
+    accept_any_model: bool = False
+    """Requests may name any model; the one that is served answers."""
     max_body_bytes: int = 32 * 1024 * 1024
     max_choices: int = 128
-    """Bound on n, and on prompts x n of one call (times eight)."""
+    """Bound on n and best_of, and on prompts times these of one call (times eight)."""
 
     def __post_init__(self) -> None:
         _choice("--log-level", self.log_level, LOG_LEVELS)

@@ -118,6 +118,8 @@ class Tokenizer:
                 param="messages",
             )
         plain = plain_messages(messages)
+        if "developer" not in self.chat_template.source:  # OpenAI's newer word for the same
+            plain = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in plain]
         mark = _Mark(self._markup)
         marked = [mark.message(message) for message in plain]
         marked_tools = None if tools is None else map_strings(list(tools), mark.text)

@@ -254,7 +254,7 @@ def _output(request: Request, item: ScheduledRequest, row: RowOutput, tokens: li
         logprobs=logprobs,
         finish_reason=request.finish_reason.value if done and request.finish_reason else None,
         stop_reason=tokens[-1] if stopped else None,
-        timings=_timings(request) if done else None,
+        timings=_timings(request) if done or request.num_output_tokens == len(tokens) else None,
     )
 
 

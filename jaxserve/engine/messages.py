@@ -22,7 +22,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
-    """``time.monotonic()`` marks of one finished request."""
+    """``time.monotonic()`` marks of one request."""
 
     arrival: float
     scheduled: float
@@ -44,6 +44,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """The caller's stop token id that ended the answer (None for the model's own EOS)."""
     error: str | None = None
     timings: Timings | None = None
+    """With the first token and with the last."""
 
 
 # client -> engine

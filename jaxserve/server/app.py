@@ -13,7 +13,7 @@ from litestar.types import Message, Scope
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.server import openai, operations
-from jaxserve.server.context import ServerContext
+from jaxserve.server.context import ServerContext, new_id
 from jaxserve.server.errors import answer_error
 from jaxserve.tokenizer import Tokenizer
 
@@ -46,13 +46,19 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
             operations.load,
         ],
         exception_handlers={Exception: answer_error},
-        before_send=[echo_request_id],
+        before_send=[echo_request_id, *([add_request_id] if config.enable_request_id_headers else ())],
         lifespan=[engine_line],
         state=State({"context": context}),
         request_max_body_size=config.max_body_bytes,
         openapi_config=None,
         logging_config=None,
     )
+
+
+async def add_request_id(message: Message, scope: Scope) -> None:
+    """An X-Request-Id of our own where the client sent none that can go back."""
+    if message["type"] == "http.response.start" and all(name != b"x-request-id" for name, _ in message["headers"]):
+        message["headers"] = [*message["headers"], (b"x-request-id", new_id("req").encode())]
 
 
 async def echo_request_id(message: Message, scope: Scope) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from litestar import Request
@@ -15,7 +16,8 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import ChoiceOutput, Delta, Token
 from jaxserve.request import EngineRequest, FinishReason, SamplingParams
 from jaxserve.server.errors import ClientDisconnectedError, GenerationError
-from jaxserve.server.schemas import PromptTokensDetails, Usage
+from jaxserve.server.schemas import PromptTokensDetails, RequestMetrics, Usage
+from jaxserve.server.timing import ChoiceTimes, request_metrics
 from jaxserve.server.validate import Prompt
 from jaxserve.tokenizer import Tokenizer
 
@@ -30,6 +32,8 @@ class Choice:
     """None for max_tokens 0, which needs no engine."""
     output: ChoiceOutput
     is_first_of_prompt: bool
+    times: ChoiceTimes | None = None
+    """Kept where the answer is to tell of them."""
     text: str = ""
     """The answer as it has grown, where it is to be given whole; likewise what follows."""
     tokens: list[Token] = field(default_factory=list)
@@ -50,10 +54,12 @@ class Generation:
     model: str
     tokenizer: Tokenizer
     sampling: SamplingParams
+    """As asked for; with best_of more answers are drawn, with log-probabilities to choose by."""
     prompts: Sequence[Prompt]
     choices: Sequence[Choice]
     echo: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -69,6 +75,20 @@ class Generation:
             prompt_tokens_details=PromptTokensDetails(),
         )
 
+    def metrics(self) -> RequestMetrics | None:
+        """Where the time went, if that is to be told and there is something to tell."""
+        return request_metrics(choice.times for choice in self.choices if choice.times)
+
+    def answers(self) -> list[Choice]:
+        """The complete answers to show: of each prompt the n likeliest, by mean log-probability a token."""
+        n, drawn = self.sampling.n, len(self.choices) // len(self.prompts)
+        if drawn == n:
+            return list(self.choices)
+        best: list[Choice] = []
+        for start in range(0, len(self.choices), drawn):
+            best += sorted(self.choices[start : start + drawn], key=_mean_logprob, reverse=True)[:n]
+        return [replace(choice, index=index) for index, choice in enumerate(best)]
+
     async def deltas(self, client: EngineClient) -> AsyncGenerator[tuple[Choice, Delta], None]:
         """What the answers grow by, until all are finished; closing it early aborts the rest."""
         running = {choice.request.request_id: choice for choice in self.choices if choice.request}
@@ -81,6 +101,8 @@ class Generation:
         async with aclosing(client.generate(requests)) as outputs:
             async for output in outputs:
                 choice = running[output.request_id]
+                if choice.times:
+                    choice.times.note(output)
                 delta = choice.output.feed(output)
                 if choice.output.stopped:
                     client.finish(output.request_id, choice.output.num_tokens)
@@ -102,6 +124,8 @@ def make_choices(
     requests: Sequence[Sequence[EngineRequest]],
     sampling: SamplingParams,
     tokenizer: Tokenizer,
+    *,
+    timed: bool = False,
 ) -> list[Choice]:
     """Choices in the order of their indices: all of the first prompt, then all of the second."""
     return [
@@ -111,10 +135,16 @@ def make_choices(
             request=requests[number][index] if requests[number] else None,
             output=ChoiceOutput(tokenizer, sampling),
             is_first_of_prompt=index == 0,
+            times=ChoiceTimes(requests[number][index].arrival_time) if timed and requests[number] else None,
         )
         for number, prompt in enumerate(prompts)
         for index in range(sampling.n)
     ]
+
+
+def _mean_logprob(choice: Choice) -> float:
+    logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else -inf
 
 
 async def unless_disconnected[T](request: Request[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T:

@@ -20,6 +20,7 @@ import msgspec
 
 from jaxserve import logs
 from jaxserve.config import ServerConfig
+from jaxserve.engine.defaults import check_model
 from jaxserve.lifeline import DRAIN_SIGNAL, NOT_FOR_CHILDREN
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,7 @@ def run(config: ServerConfig) -> int:
     stop = _StopSignals()
     try:
         directory = _model_directory(config)
+        check_model(config.engine, directory)
         listener = _listen(config)
     except (OSError, RuntimeError, ValueError) as error:
         logger.error("%s", error)

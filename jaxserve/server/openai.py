@@ -28,9 +28,11 @@ from jaxserve.server.schemas import (
     GenerationRequest,
     ModelCard,
     ModelList,
+    StreamOptions,
     TokenizeRequest,
     TokenizeResponse,
 )
+from jaxserve.server.timing import server_timing
 from jaxserve.server.validate import Prompt
 
 LARGE_BODY = 16 * 1024
@@ -49,7 +51,6 @@ async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
     sampling = validate.completion_sampling(body, context.config, context.defaults)
     prompts = await off_loop(request, lambda: validate.completion_prompts(body, context.config, context.tokenizer))
     generation = begin(context, "cmpl", body, prompts, sampling, chat=False)
-    generation.echo = bool(body.echo)
     return await respond(request, context, body, CompletionDialect(generation))
 
 
@@ -107,7 +108,8 @@ async def read_body[T](request: Request[Any, Any, Any], kind: type[T], context: 
     except InternalServerException:  # Litestar's word for a client that left before it had sent all
         raise ClientDisconnectedError("the client closed the connection") from None
     body = await off_loop(request, lambda: parse_body(raw, kind))
-    check_model(getattr(body, "model", None), context.config.model_names)
+    if not context.config.accept_any_model:
+        check_model(getattr(body, "model", None), context.config.model_names)
     return body
 
 
@@ -128,19 +130,25 @@ def begin(
     chat: bool,
 ) -> Generation:
     """Lets the call in, or raises ``RequestError``."""
-    request_id = new_id(kind)
-    requests = validate.admit(request_id, prompts, sampling, context.client.info, context.draw_seed, chat=chat)
-    options = body.stream_options
+    request_id, config, info = new_id(kind), context.config, context.client.info
+    prompts = validate.truncate(prompts, body.truncate_prompt_tokens, sampling, info)
+    drawn = validate.candidates(sampling, body.best_of)
+    requests = validate.admit(request_id, prompts, drawn, info, context.draw_seed, chat=chat)
+    options = body.stream_options or StreamOptions()
+    include_usage = bool(options.include_usage) or config.enable_force_include_usage
+    timed = config.enable_per_request_metrics
     return Generation(
         id=request_id,
         model=context.model_name,
         tokenizer=context.tokenizer,
         sampling=sampling,
         prompts=prompts,
-        choices=make_choices(prompts, requests, sampling, context.tokenizer),
+        choices=make_choices(prompts, requests, drawn, context.tokenizer, timed=timed),
+        echo=bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        return_tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options.continuous_usage_stats),
     )
 
 
@@ -155,11 +163,12 @@ async def respond(
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )
     await unless_disconnected(request, dialect.generation.complete(context.client))
-    return json_answer(dialect.answer())
+    metrics = dialect.generation.metrics()
+    return json_answer(dialect.answer(), {"Server-Timing": server_timing(metrics)} if metrics else None)
 
 
-def json_answer(value: msgspec.Struct) -> Response[bytes]:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def json_answer(value: msgspec.Struct, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)
 
 
 def _model_card(name: str, context: ServerContext) -> ModelCard:

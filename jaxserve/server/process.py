@@ -103,7 +103,9 @@ def build(startup: Startup) -> ApiServer:
     config = startup.config
     model_directory = Path(startup.model_directory)
     tokenizer = Tokenizer.load(config.engine.tokenizer or model_directory, config.chat_template)
-    defaults = sampling_defaults(model_directory, config.engine.generation_config)
+    defaults = sampling_defaults(
+        model_directory, config.engine.generation_config, config.engine.override_generation_config
+    )
     client = EngineClient(startup.engine_address, engine_fd=startup.engine_fd)
     app = create_app(config, client, tokenizer, defaults)
     settings = uvicorn.Config(

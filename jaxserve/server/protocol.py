@@ -15,7 +15,6 @@ from jaxserve.engine.output import Delta, Token
 from jaxserve.server import schemas
 from jaxserve.server.errors import as_api_error
 from jaxserve.server.generation import Choice, Generation
-from jaxserve.tokenizer import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -25,6 +24,8 @@ class Dialect(ABC):
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
+        self._begun: set[int] = set()
+        """Choices that have had a chunk."""
 
     @abstractmethod
     def opening(self) -> Iterator[msgspec.Struct]:
@@ -51,27 +52,30 @@ class Dialect(ABC):
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.prompt.token_ids if self.generation.return_token_ids else UNSET
 
+    def _token_name(self, token_id: int) -> str:
+        """How log-probabilities call a token."""
+        if self.generation.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self.generation.tokenizer.token_text(token_id)
+
 
 class CompletionDialect(Dialect):
     def opening(self) -> Iterator[msgspec.Struct]:
         if self.generation.echo:
             for choice in self.generation.choices:
-                yield self._chunk(schemas.CompletionChoice(index=choice.index, text=self._prompt_text(choice)))
+                yield self._chunk(self._choice(choice, self._prompt_text(choice)))
 
     def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
-        yield self._chunk(
-            schemas.CompletionChoice(
-                index=choice.index,
-                text=delta.text,
-                logprobs=self._logprobs(choice, delta.tokens),
-                finish_reason=delta.finish_reason,
-                stop_reason=_present(delta.stop_reason),
-                token_ids=self._token_ids(delta.tokens),
-            )
-        )
+        chunk = self._choice(choice, delta.text)
+        chunk.logprobs = self._logprobs(choice, delta.tokens)
+        chunk.finish_reason, chunk.stop_reason = delta.finish_reason, _present(delta.stop_reason)
+        chunk.token_ids = self._token_ids(delta.tokens)
+        yield self._chunk(chunk)
 
     def usage_chunk(self) -> msgspec.Struct:
-        return self._envelope([], self.generation.usage())
+        chunk = self._envelope([], self.generation.usage())
+        chunk.metrics = _present(self.generation.metrics())
+        return chunk
 
     def answer(self) -> msgspec.Struct:
         choices = [
@@ -84,9 +88,18 @@ class CompletionDialect(Dialect):
                 token_ids=self._token_ids(choice.tokens),
                 prompt_token_ids=self._prompt_token_ids(choice),
             )
-            for choice in self.generation.choices
+            for choice in self.generation.answers()
         ]
-        return self._envelope(choices, self.generation.usage())
+        answer = self._envelope(choices, self.generation.usage())
+        answer.metrics = _present(self.generation.metrics())
+        return answer
+
+    def _choice(self, choice: Choice, text: str) -> schemas.CompletionChoice:
+        """A chunk's choice; the first of each index names the prompt's ids, if they are asked for."""
+        first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        prompt_token_ids = self._prompt_token_ids(choice) if first else UNSET
+        return schemas.CompletionChoice(index=choice.index, text=text, prompt_token_ids=prompt_token_ids)
 
     def _chunk(self, choice: schemas.CompletionChoice) -> schemas.Completion:
         return self._envelope([choice], self._usage_so_far())
@@ -110,32 +123,26 @@ class CompletionDialect(Dialect):
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> schemas.CompletionLogprobs | None:
         if self.generation.sampling.logprobs is None:
             return None
-        tokenizer = self.generation.tokenizer
         start = len(self._prompt_text(choice))  # echoed or not
         return schemas.CompletionLogprobs(
-            tokens=[tokenizer.token_text(token.token_id) for token in tokens],
+            tokens=[self._token_name(token.token_id) for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[_top_logprobs(token, tokenizer) for token in tokens],
+            top_logprobs=[self._top_logprobs(token) for token in tokens],
             text_offset=[start + token.text_offset for token in tokens],
         )
 
-
-def _top_logprobs(token: Token, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest texts, and the chosen one; tokens of the same text (�) count as their likeliest."""
-    pairs = list(token.top)
-    if pairs and token.logprob is not None:
-        pairs.append((token.token_id, token.logprob))
-    top: dict[str, float] = {}
-    for token_id, logprob in pairs:
-        top.setdefault(tokenizer.token_text(token_id), logprob)
-    return top
+    def _top_logprobs(self, token: Token) -> dict[str, float]:
+        """The likeliest texts, and the chosen one; tokens of the same text (�) count as their likeliest."""
+        pairs = list(token.top)
+        if pairs and token.logprob is not None:
+            pairs.append((token.token_id, token.logprob))
+        top: dict[str, float] = {}
+        for token_id, logprob in pairs:
+            top.setdefault(self._token_name(token_id), logprob)
+        return top
 
 
 class ChatDialect(Dialect):
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
-        self._begun: set[int] = set()
-
     def opening(self) -> Iterator[msgspec.Struct]:
         return iter(())
 
@@ -144,6 +151,8 @@ class ChatDialect(Dialect):
             first = schemas.ChatChunkChoice(index=choice.index, delta=schemas.ChatDelta(role="assistant", content=""))
             yield self._chunk(first, UNSET if self._begun else self._prompt_token_ids(choice))
             self._begun.add(choice.index)
+            if echoed := self._echoed(choice):
+                yield self._chunk(self._choice(choice, schemas.ChatDelta(content=echoed), ()))
         tokens = delta.tokens
         if delta.text:
             yield self._chunk(self._choice(choice, schemas.ChatDelta(content=delta.text), tokens))
@@ -155,20 +164,22 @@ class ChatDialect(Dialect):
             yield self._chunk(last)
 
     def usage_chunk(self) -> msgspec.Struct:
-        return self._envelope([], self.generation.usage())
+        chunk = self._envelope([], self.generation.usage())
+        chunk.metrics = _present(self.generation.metrics())
+        return chunk
 
     def answer(self) -> msgspec.Struct:
         generation = self.generation
         choices = [
             schemas.ChatChoice(
                 index=choice.index,
-                message=schemas.ChatMessage(content=choice.text),
+                message=schemas.ChatMessage(content=self._echoed(choice) + choice.text),
                 logprobs=self._logprobs(choice.tokens),
                 finish_reason=choice.finish_reason,
                 stop_reason=_present(choice.stop_reason),
                 token_ids=self._token_ids(choice.tokens),
             )
-            for choice in generation.choices
+            for choice in generation.answers()
         ]
         return schemas.ChatCompletion(
             id=generation.id,
@@ -176,8 +187,12 @@ class ChatDialect(Dialect):
             model=generation.model,
             choices=choices,
             usage=generation.usage(),
+            metrics=_present(generation.metrics()),
             prompt_token_ids=self._prompt_token_ids(generation.choices[0]),
         )
+
+    def _echoed(self, choice: Choice) -> str:
+        return (choice.prompt.text or "") if self.generation.echo else ""
 
     def _choice(self, choice: Choice, delta: schemas.ChatDelta, tokens: Sequence[Token]) -> schemas.ChatChunkChoice:
         return schemas.ChatChunkChoice(
@@ -207,21 +222,19 @@ class ChatDialect(Dialect):
     def _logprobs(self, tokens: Sequence[Token]) -> schemas.ChatLogprobs | None:
         if self.generation.sampling.logprobs is None:
             return None
-        tokenizer = self.generation.tokenizer
         return schemas.ChatLogprobs(
             content=[
                 schemas.ChatTokenLogprob(
-                    **_token_logprob(tokenizer, token.token_id, token.logprob),
-                    top_logprobs=[schemas.TopLogprob(**_token_logprob(tokenizer, *pair)) for pair in token.top],
+                    **self._token_logprob(token.token_id, token.logprob),
+                    top_logprobs=[schemas.TopLogprob(**self._token_logprob(*pair)) for pair in token.top],
                 )
                 for token in tokens
             ]
         )
 
-
-def _token_logprob(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+    def _token_logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = self.generation.tokenizer.token_bytes(token_id)
+        return {"token": self._token_name(token_id), "logprob": logprob, "bytes": list(raw)}
 
 
 def _present[T](value: T | None) -> T | UnsetType:

@@ -34,8 +34,16 @@ class GenerationRequest(Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Either way the same: tokenizers in the fast format write special tokens as they are."""
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    echo: bool | None = None
+    """The answer begins with the prompt; in chat, with the final message if it is the assistant's."""
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as ``token_id:ID``."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -43,7 +51,6 @@ class GenerationRequest(Struct, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -91,6 +98,22 @@ class Usage(Struct, kw_only=True):
     prompt_tokens_details: PromptTokensDetails
 
 
+class RequestMetrics(Struct, kw_only=True):
+    """Where the time of one call went, all its choices together."""
+
+    queue_time_ms: float
+    """From arrival to the first step."""
+    prefill_time_ms: float
+    """From there to the first token."""
+    time_to_first_token_ms: float
+    decode_time_ms: float
+    """From the first token to the last."""
+    mean_itl_ms: float
+    """Mean time between tokens of a choice."""
+    tokens_per_second: float
+    """Generated tokens, from arrival to the last of them."""
+
+
 class CompletionLogprobs(Struct, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -117,6 +140,7 @@ class Completion(Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -156,6 +180,7 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
@@ -180,6 +205,7 @@ class ChatChunk(Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from jaxserve.chat_template import plain_messages
 from jaxserve.config import ServerConfig
 from jaxserve.engine import admission
 from jaxserve.engine.messages import ModelInfo
@@ -16,6 +19,7 @@ from jaxserve.tokenizer import Tokenizer
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
 """What generation_config.json may set for requests that do not."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
 COPIED = ("n", "seed", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 
@@ -23,7 +27,7 @@ COPIED = ("n", "seed", "stop_token_ids", "ignore_eos", "include_stop_str_in_outp
 class Prompt:
     token_ids: list[int]
     text: str | None = None
-    """As the client wrote it; None where it sent ids or messages."""
+    """As the client wrote it; None where it sent ids. Of a conversation: the assistant's final message, if any."""
 
 
 def completion_sampling(
@@ -84,10 +88,18 @@ def _check_choices(request: GenerationRequest, config: ServerConfig) -> None:
     n = 1 if request.n is None else request.n
     if not 1 <= n <= config.max_choices:
         raise RequestError(f"n must be between 1 and {config.max_choices}, got {n}.", param="n")
-    if request.best_of is not None and request.best_of < n:
-        raise RequestError(f"best_of must be at least n = {n}, got {request.best_of}.", param="best_of")
-    if request.best_of is not None and request.best_of > n:
-        raise RequestError("best_of above n is not supported yet.", param="best_of", code="unsupported_parameter")
+    best_of = n if request.best_of is None else request.best_of
+    if not n <= best_of <= config.max_choices:
+        raise RequestError(f"best_of must be between n = {n} and {config.max_choices}, got {best_of}.", param="best_of")
+    if best_of > n and request.stream:
+        raise RequestError("best_of above n cannot be streamed: all answers must be known first.", param="best_of")
+
+
+def candidates(sampling: SamplingParams, best_of: int | None) -> SamplingParams:
+    """What the engine is asked for: with best_of more answers, and the log-probabilities to choose among them."""
+    if best_of is None or best_of == sampling.n:
+        return sampling
+    return msgspec.structs.replace(sampling, n=best_of, logprobs=sampling.logprobs or 0)
 
 
 def _check_tools(request: ChatRequest) -> None:
@@ -103,9 +115,10 @@ def completion_prompts(request: CompletionRequest, config: ServerConfig, tokeniz
     """The prompts of a completion in any of the four forms; raises ``RequestError``."""
     given = _split(request.prompt)
     limit = 8 * config.max_choices
-    if len(given) * (request.n or 1) > limit:
+    if len(given) * (request.best_of or request.n or 1) > limit:
         raise RequestError(
-            f"A request may ask for at most {limit} answers (prompts times n), and this one has {len(given)} prompts.",
+            f"A request may ask for at most {limit} answers (prompts times n or best_of), and this one has"
+            f" {len(given)} prompts.",
             param="prompt",
         )
     special = request.add_special_tokens is not False
@@ -118,6 +131,21 @@ def completion_prompts(request: CompletionRequest, config: ServerConfig, tokeniz
         else:
             prompts.append(Prompt(item))
     return prompts
+
+
+def truncate(prompts: list[Prompt], length: int | None, sampling: SamplingParams, info: ModelInfo) -> list[Prompt]:
+    """The prompts, each cut down to its last tokens: ``length`` of them, or as many as fit for -1."""
+    if length is None:
+        return prompts
+    limit = min(info.max_model_len, info.max_kv_tokens)
+    if length == -1:
+        length = max(1, limit - max(1, sampling.max_tokens or 1))
+    if not 1 <= length <= limit:
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {length}.",
+            param="truncate_prompt_tokens",
+        )
+    return [Prompt(prompt.token_ids[-length:]) if len(prompt.token_ids) > length else prompt for prompt in prompts]
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
@@ -136,17 +164,20 @@ def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int
 
 
 def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Prompt:
-    """The prompt that the chat template makes of the messages; raises ``RequestError``."""
-    return Prompt(
-        encode_messages(
-            tokenizer,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            add_special_tokens=request.add_special_tokens,
-            kwargs=request.chat_template_kwargs,
-        )
+    """The prompt that the chat template makes of the messages; its text is what an echo repeats of them.
+
+    Raises ``RequestError``.
+    """
+    token_ids = encode_messages(
+        tokenizer,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        kwargs=request.chat_template_kwargs,
     )
+    final = plain_messages(request.messages[-1:])[0]
+    return Prompt(token_ids, final["content"] if final["role"] == "assistant" else None)
 
 
 def encode_messages(
@@ -162,8 +193,8 @@ def encode_messages(
     if not messages:
         raise RequestError("messages must hold at least one message.", param="messages")
     for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{index}].role must be a string.", param="messages")
+        if message.get("role") not in ROLES:
+            raise RequestError(f"messages[{index}].role must be one of {', '.join(ROLES)}.", param="messages")
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other.",
