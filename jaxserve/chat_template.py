@@ -28,6 +28,10 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._variables = dict(variables)
 
+    def knows(self, variable: str) -> bool:
+        """Whether the template so much as mentions a variable."""
+        return variable in self.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -53,8 +57,11 @@ class ChatTemplate:
             raise RequestError(f"The chat template refuses these messages: {kind}{error}", param="messages") from error
 
 
-def read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template of a checkpoint: a file of its own wins over the one in tokenizer_config.json."""
+def read_template(directory: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
+    """A template of a checkpoint: a file of its own wins over the one in tokenizer_config.json.
+
+    Where there are several by name, "default" is for chat and "tool_use" for chat with tools; a single one is for all.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -62,9 +69,8 @@ def read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     template: Any = config.get("chat_template")
     if path.is_file():
         template = json.loads(path.read_bytes())["chat_template"]
-    if isinstance(template, list):  # named templates: the default one is for chat without further ado
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get(name)
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{directory}: the chat template must be a string")
     return template

@@ -115,6 +115,12 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, metavar="N", help="[8000]")
     group.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line goes before it")
     group.add_argument("--accept-any-model", action="store_true", help="requests may name any model")
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help="the model may call a request's tools")
+    group.add_argument("--tool-call-parser", choices=options.TOOL_PARSERS, help="how it writes that")
+    group.add_argument(
+        "--reasoning-parser", metavar="NAME",
+        help="how the model marks its thoughts: deepseek_r1, qwen3, or its own tags as START...END",
+    )  # fmt: skip
     group.add_argument(
         "--enable-force-include-usage", action="store_true", help="streams end with usage, asked for or not"
     )

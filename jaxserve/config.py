@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,6 +12,8 @@ import msgspec
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "triton")
 LOAD_FORMATS = ("safetensors", "dummy")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
+TOOL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -98,6 +101,11 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     log_json: bool = False
     shutdown_timeout: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
+    enable_auto_tool_choice: bool = False
+    """Models may call tools by themselves; ``tool_call_parser`` says how they write that."""
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    """How the model marks its thoughts: a known name, or START...END."""
     enable_force_include_usage: bool = False
     """Streams end with a usage chunk, asked for or not."""
     enable_per_request_metrics: bool = False
@@ -112,6 +120,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _choice("--log-level", self.log_level, LOG_LEVELS)
+        if self.tool_call_parser is not None:
+            _choice("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
+        elif self.enable_auto_tool_choice:
+            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+        if self.reasoning_parser is not None and not re.fullmatch(r".*\S.*\.\.\..*\S.*", self.reasoning_parser):
+            _choice("--reasoning-parser", self.reasoning_parser, (*REASONING_PARSERS, "START...END"))
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
         if self.shutdown_timeout < 0:

@@ -125,6 +125,7 @@ def make_choices(
     sampling: SamplingParams,
     tokenizer: Tokenizer,
     *,
+    shown_ids: frozenset[int] = frozenset(),
     timed: bool = False,
 ) -> list[Choice]:
     """Choices in the order of their indices: all of the first prompt, then all of the second."""
@@ -133,7 +134,7 @@ def make_choices(
             index=number * sampling.n + index,
             prompt=prompt,
             request=requests[number][index] if requests[number] else None,
-            output=ChoiceOutput(tokenizer, sampling),
+            output=ChoiceOutput(tokenizer, sampling, shown_ids),
             is_first_of_prompt=index == 0,
             times=ChoiceTimes(requests[number][index].arrival_time) if timed and requests[number] else None,
         )

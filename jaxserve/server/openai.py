@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from jaxserve.server.errors import ClientDisconnectedError
 from jaxserve.server.generation import Generation, make_choices, unless_disconnected
 from jaxserve.server.parse import check_content_type, check_model, parse_body, unknown_model
 from jaxserve.server.protocol import ChatDialect, CompletionDialect, Dialect, stream_events
+from jaxserve.server.reply import Reply, reply_maker
 from jaxserve.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -33,8 +34,11 @@ from jaxserve.server.schemas import (
     TokenizeResponse,
 )
 from jaxserve.server.timing import server_timing
+from jaxserve.server.tools import ToolUse, tool_use
 from jaxserve.server.validate import Prompt
 
+PROMPT_END = 32
+"""Tokens of a prompt that tell whether its template has opened the thoughts of a reasoning model."""
 LARGE_BODY = 16 * 1024
 """Bytes from which tokenising would keep the other streams waiting, so that it gets a thread."""
 
@@ -58,10 +62,12 @@ async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
 async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
     body = await read_body(request, ChatRequest, context)
-    sampling = validate.chat_sampling(body, context.config, context.defaults)
-    prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer))
-    generation = begin(context, "chatcmpl", body, [prompt], sampling, chat=True)
-    return await respond(request, context, body, ChatDialect(generation))
+    tools = tool_use(body, context.config)
+    sampling = validate.chat_sampling(body, context.config, context.defaults, tools.structured)
+    prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer, tools.tools))
+    shown = {*tools.special_tokens, *context.reasoning_tags}
+    generation = begin(context, "chatcmpl", body, [prompt], sampling, chat=True, shown=shown)
+    return await respond(request, context, body, ChatDialect(generation, make_replies(context, body, tools, prompt)))
 
 
 @get("/v1/models", guards=[serving])
@@ -128,8 +134,9 @@ def begin(
     sampling: SamplingParams,
     *,
     chat: bool,
+    shown: Collection[str] = (),
 ) -> Generation:
-    """Lets the call in, or raises ``RequestError``."""
+    """Lets the call in, or raises ``RequestError``. Of special tokens, those ``shown`` are always in the text."""
     request_id, config, info = new_id(kind), context.config, context.client.info
     prompts = validate.truncate(prompts, body.truncate_prompt_tokens, sampling, info)
     drawn = validate.candidates(sampling, body.best_of)
@@ -137,19 +144,29 @@ def begin(
     options = body.stream_options or StreamOptions()
     include_usage = bool(options.include_usage) or config.enable_force_include_usage
     timed = config.enable_per_request_metrics
+    shown_ids = frozenset(token for text in shown if (token := context.tokenizer.token_id(text)) is not None)
     return Generation(
         id=request_id,
         model=context.model_name,
         tokenizer=context.tokenizer,
         sampling=sampling,
         prompts=prompts,
-        choices=make_choices(prompts, requests, drawn, context.tokenizer, timed=timed),
+        choices=make_choices(prompts, requests, drawn, context.tokenizer, shown_ids=shown_ids, timed=timed),
         echo=bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
         return_tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
         include_usage=include_usage,
         continuous_usage=include_usage and bool(options.continuous_usage_stats),
     )
+
+
+def make_replies(
+    context: ServerContext, body: ChatRequest, tools: ToolUse, prompt: Prompt
+) -> Callable[[], Reply] | None:
+    """How the answers' text is taken apart, None where it is not."""
+    form = context.reasoning
+    prompt_end = context.tokenizer.decode(prompt.token_ids[-PROMPT_END:]) if form else ""
+    return reply_maker(tools, form, prompt_end, include_reasoning=body.include_reasoning is not False)
 
 
 async def respond(

@@ -35,17 +35,13 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "suffix": ("",),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
-IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "cache_salt")
-)
+IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier", "cache_salt"))
 
 _reported: set[str] = set()
 _MAX_REPORTED = 100

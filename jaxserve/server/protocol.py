@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -15,6 +15,9 @@ from jaxserve.engine.output import Delta, Token
 from jaxserve.server import schemas
 from jaxserve.server.errors import as_api_error
 from jaxserve.server.generation import Choice, Generation
+from jaxserve.server.reasoning import Thought
+from jaxserve.server.reply import Piece, Reply
+from jaxserve.server.tool_parsers import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 
@@ -143,6 +146,15 @@ class CompletionDialect(Dialect):
 
 
 class ChatDialect(Dialect):
+    """``make_reply`` takes an answer's text apart; without it the text is the content."""
+
+    def __init__(self, generation: Generation, make_reply: Callable[[], Reply] | None = None) -> None:
+        super().__init__(generation)
+        self._make_reply = make_reply
+        self._replies: dict[int, Reply] = {}
+        self._waiting: dict[int, tuple[Token, ...]] = {}
+        """Tokens whose text is not certain to be content or a call; they go with the next piece."""
+
     def opening(self) -> Iterator[msgspec.Struct]:
         return iter(())
 
@@ -153,15 +165,27 @@ class ChatDialect(Dialect):
             self._begun.add(choice.index)
             if echoed := self._echoed(choice):
                 yield self._chunk(self._choice(choice, schemas.ChatDelta(content=echoed), ()))
-        tokens = delta.tokens
-        if delta.text:
-            yield self._chunk(self._choice(choice, schemas.ChatDelta(content=delta.text), tokens))
+        tokens = self._waiting.pop(choice.index, ()) + delta.tokens
+        for piece in self._pieces(choice, delta):
+            yield self._chunk(self._choice(choice, _chat_delta(piece), tokens))
             tokens = ()
         if delta.finish_reason is not None:
             last = self._choice(choice, schemas.ChatDelta(), tokens)
-            last.finish_reason = delta.finish_reason
+            last.finish_reason = self._finish_reason(choice, delta.finish_reason)
             last.stop_reason = _present(delta.stop_reason)
             yield self._chunk(last)
+        elif tokens:
+            self._waiting[choice.index] = tokens
+
+    def _pieces(self, choice: Choice, delta: Delta) -> Sequence[Piece]:
+        if self._make_reply is None:
+            return [delta.text] if delta.text else []
+        reply = self._replies.get(choice.index) or self._replies.setdefault(choice.index, self._make_reply())
+        return reply.feed(delta.text, final=delta.finish_reason is not None)
+
+    def _finish_reason(self, choice: Choice, reason: str) -> str:
+        reply = self._replies.get(choice.index)
+        return reply.finish_reason(reason) if reply else reason
 
     def usage_chunk(self) -> msgspec.Struct:
         chunk = self._envelope([], self.generation.usage())
@@ -170,17 +194,7 @@ class ChatDialect(Dialect):
 
     def answer(self) -> msgspec.Struct:
         generation = self.generation
-        choices = [
-            schemas.ChatChoice(
-                index=choice.index,
-                message=schemas.ChatMessage(content=self._echoed(choice) + choice.text),
-                logprobs=self._logprobs(choice.tokens),
-                finish_reason=choice.finish_reason,
-                stop_reason=_present(choice.stop_reason),
-                token_ids=self._token_ids(choice.tokens),
-            )
-            for choice in generation.answers()
-        ]
+        choices = [self._whole_choice(choice) for choice in generation.answers()]
         return schemas.ChatCompletion(
             id=generation.id,
             created=generation.created,
@@ -189,6 +203,18 @@ class ChatDialect(Dialect):
             usage=generation.usage(),
             metrics=_present(generation.metrics()),
             prompt_token_ids=self._prompt_token_ids(generation.choices[0]),
+        )
+
+    def _whole_choice(self, choice: Choice) -> schemas.ChatChoice:
+        assert choice.finish_reason is not None
+        pieces = self._pieces(choice, Delta(choice.text, (), choice.finish_reason))
+        return schemas.ChatChoice(
+            index=choice.index,
+            message=_message(self._echoed(choice), pieces),
+            logprobs=self._logprobs(choice.tokens),
+            finish_reason=self._finish_reason(choice, choice.finish_reason),
+            stop_reason=_present(choice.stop_reason),
+            token_ids=self._token_ids(choice.tokens),
         )
 
     def _echoed(self, choice: Choice) -> str:
@@ -235,6 +261,38 @@ class ChatDialect(Dialect):
     def _token_logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
         raw = self.generation.tokenizer.token_bytes(token_id)
         return {"token": self._token_name(token_id), "logprob": logprob, "bytes": list(raw)}
+
+
+def _chat_delta(piece: Piece) -> schemas.ChatDelta:
+    match piece:
+        case str():
+            return schemas.ChatDelta(content=piece)
+        case Thought(text):
+            return schemas.ChatDelta(reasoning=text)
+        case CallDelta(index, call_id, None, arguments):
+            function = schemas.FunctionCallDelta(arguments=arguments)
+            return schemas.ChatDelta(tool_calls=[schemas.ToolCallDelta(index=index, function=function)])
+        case CallDelta(index, call_id, name, arguments):
+            function = schemas.FunctionCallDelta(name=name or "", arguments=arguments)
+            call = schemas.ToolCallDelta(index=index, id=call_id, type="function", function=function)
+            return schemas.ChatDelta(tool_calls=[call])
+
+
+def _message(content: str, pieces: Sequence[Piece]) -> schemas.ChatMessage:
+    """The whole of an answer; its content is null where it holds something else alone."""
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    content += "".join(piece for piece in pieces if isinstance(piece, str))
+    calls: dict[int, schemas.ToolCall] = {}
+    for piece in pieces:
+        if isinstance(piece, CallDelta):
+            function = schemas.FunctionCall(name=piece.name or "", arguments="")
+            call = calls.setdefault(piece.index, schemas.ToolCall(id=piece.id, function=function))
+            call.function.arguments += piece.arguments
+    return schemas.ChatMessage(
+        content=None if not content and (reasoning or calls) else content,
+        reasoning=reasoning or UNSET,
+        tool_calls=list(calls.values()) or UNSET,
+    )
 
 
 def _present[T](value: T | None) -> T | UnsetType:

@@ -5,7 +5,7 @@ In answers a field that may be absent is ``UNSET``; one that must be there and m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -44,6 +44,13 @@ class GenerationRequest(Struct, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as ``token_id:ID``."""
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """One of json, json_object, regex, choice and grammar."""
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -63,6 +70,24 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    """false leaves the reasoning out of the answer."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template, where that knows it."""
+
+
+class FunctionDefinition(Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON Schema of the arguments; null: there are none."""
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: FunctionDefinition
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -76,6 +101,7 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
@@ -158,10 +184,23 @@ class ChatLogprobs(Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -184,9 +223,25 @@ class ChatCompletion(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionCallDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """Of a call, the first has an id, a type and a name; all have the next piece of the arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallDelta
+
+
 class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):

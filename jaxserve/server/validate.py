@@ -12,9 +12,10 @@ from jaxserve.chat_template import plain_messages
 from jaxserve.config import ServerConfig
 from jaxserve.engine import admission
 from jaxserve.engine.messages import ModelInfo
-from jaxserve.request import EngineRequest, RequestError, SamplingParams
-from jaxserve.server.parse import not_supported
+from jaxserve.request import EngineRequest, RequestError, SamplingParams, StructuredSpec
 from jaxserve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from jaxserve.server.structured import structured_spec
+from jaxserve.server.tools import check_tools
 from jaxserve.tokenizer import Tokenizer
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
@@ -45,9 +46,13 @@ def completion_sampling(
     return sampling
 
 
-def chat_sampling(request: ChatRequest, config: ServerConfig, defaults: Mapping[str, Any]) -> SamplingParams:
+def chat_sampling(
+    request: ChatRequest,
+    config: ServerConfig,
+    defaults: Mapping[str, Any],
+    forced_call: StructuredSpec | None = None,
+) -> SamplingParams:
     """The sampling parameters of a chat; raises ``RequestError``."""
-    _check_tools(request)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(request, name)
     if max_tokens is not None and max_tokens < 1:
@@ -58,7 +63,7 @@ def chat_sampling(request: ChatRequest, config: ServerConfig, defaults: Mapping[
     if top is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     logprobs = (top or 0) if request.logprobs else None
-    return _sampling(request, config, defaults, max_tokens=max_tokens, logprobs=logprobs)
+    return _sampling(request, config, defaults, max_tokens=max_tokens, logprobs=logprobs, forced_call=forced_call)
 
 
 def _sampling(
@@ -68,7 +73,11 @@ def _sampling(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    forced_call: StructuredSpec | None = None,
 ) -> SamplingParams:
+    structured = structured_spec(request)
+    if structured and forced_call:
+        raise RequestError(f"{structured.field} and a forced tool_choice exclude each other.", param=structured.field)
     _check_choices(request, config)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
@@ -78,7 +87,9 @@ def _sampling(
             values[name] = tuple(value) if isinstance(value, list) else value
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     try:
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, stop=tuple(stop))
+        return SamplingParams(
+            **values, max_tokens=max_tokens, logprobs=logprobs, stop=tuple(stop), structured=structured or forced_call
+        )
     except ValueError as error:
         # These messages begin with the name of the field.
         raise RequestError(f"{error}.", param=str(error).split()[0]) from None
@@ -100,15 +111,6 @@ def candidates(sampling: SamplingParams, best_of: int | None) -> SamplingParams:
     if best_of is None or best_of == sampling.n:
         return sampling
     return msgspec.structs.replace(sampling, n=best_of, logprobs=sampling.logprobs or 0)
-
-
-def _check_tools(request: ChatRequest) -> None:
-    """tool_choice none means that the model is not shown the tools, and that much can be done already."""
-    choice = request.tool_choice
-    if request.tools and choice != "none":
-        raise not_supported("tools")
-    if choice not in (None, "none", "auto"):
-        raise not_supported("tool_choice")
 
 
 def completion_prompts(request: CompletionRequest, config: ServerConfig, tokenizer: Tokenizer) -> list[Prompt]:
@@ -163,18 +165,22 @@ def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int
     )
 
 
-def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Prompt:
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None) -> Prompt:
     """The prompt that the chat template makes of the messages; its text is what an echo repeats of them.
 
     Raises ``RequestError``.
     """
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
     token_ids = encode_messages(
         tokenizer,
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
-        kwargs=request.chat_template_kwargs,
+        tools=tools,
+        kwargs=kwargs,
     )
     final = plain_messages(request.messages[-1:])[0]
     return Prompt(token_ids, final["content"] if final["role"] == "assistant" else None)
@@ -187,6 +193,7 @@ def encode_messages(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     add_special_tokens: bool | None,
+    tools: list[dict[str, Any]] | None,
     kwargs: dict[str, Any] | None,
 ) -> list[int]:
     """Checks what every conversation needs, whatever its template, and encodes it."""
@@ -210,6 +217,7 @@ def encode_messages(
         add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
         continue_final_message=bool(continue_final_message),
         add_special_tokens=bool(add_special_tokens),
+        tools=tools or None,
         **(kwargs or {}),
     )
 
@@ -249,12 +257,14 @@ def tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     if request.prompt is not None:
         return tokenizer.encode(request.prompt, request.add_special_tokens is not False)
     assert request.messages is not None
+    check_tools(request.tools)
     return encode_messages(
         tokenizer,
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
+        tools=request.tools,
         kwargs=request.chat_template_kwargs,
     )
 

@@ -67,13 +67,18 @@ def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @contextmanager
 def serve(
-    tokenizer: Tokenizer, eos_id: int, *, defaults: dict[str, Any] | None = None, **settings: Any
+    tokenizer: Tokenizer,
+    eos_id: int,
+    *,
+    defaults: dict[str, Any] | None = None,
+    context: int = CONTEXT,
+    **settings: Any,
 ) -> Iterator[Served]:
     """A server on a free port, until the end of the block."""
     info = ModelInfo(
         vocab_size=tokenizer.vocab_size,
-        max_model_len=CONTEXT,
-        max_kv_tokens=4 * CONTEXT,
+        max_model_len=context,
+        max_kv_tokens=4 * context,
         max_logprobs=20,
         version="0",
     )

@@ -574,15 +574,6 @@ def test_lp15_what_is_not_done_yet_is_refused_by_name(
     ok(post(served, route, **{field: None}))
 
 
-def test_tools_are_refused_unless_they_may_not_be_used(served: Served) -> None:
-    served.says("a")
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert error_of(post(served, CHAT, tools=tools))["param"] == "tools"
-    assert error_of(post(served, CHAT, tool_choice="required"))["param"] == "tool_choice"
-    assert plain(served, CHAT, tools=tools, tool_choice="none")[0] == "a"
-    assert plain(served, CHAT, tools=[], tool_choice="auto")[0] == "a"
-
-
 def test_unknown_fields_are_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
     served.says("a")
     for _ in range(3):
