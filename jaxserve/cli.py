@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 from typing import Any
@@ -13,6 +14,7 @@ from jaxserve import config as options
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.flags_file import with_flags_file
 
+API_KEY_VARIABLE = "JAXSERVE_API_KEY"
 REFUSED: dict[str, tuple[str | None, str]] = {
     "--trust-remote-code": (None, "nothing from a checkpoint is ever executed"),
     "--no-enable-chunked-prefill": (None, "long prompts are always computed in chunks"),
@@ -56,8 +58,11 @@ def make_config(arguments: dict[str, Any]) -> ServerConfig:
     engine_fields, server_fields = EngineConfig.__struct_fields__, ServerConfig.__struct_fields__
     engine = EngineConfig(**{name: value for name, value in arguments.items() if name in engine_fields})
     rest = {name: value for name, value in arguments.items() if name in server_fields}
-    if "served_model_name" in rest:
-        rest["served_model_name"] = tuple(rest["served_model_name"])
+    if "api_key" not in rest and (key := os.environ.get(API_KEY_VARIABLE)):
+        rest["api_key"] = (key,)
+    for name in ("served_model_name", "api_key"):
+        if name in rest:
+            rest[name] = tuple(rest[name])
     return ServerConfig(engine=engine, **rest)
 
 
@@ -113,6 +118,19 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="ADDRESS", help="[127.0.0.1]")
     group.add_argument("--port", type=int, metavar="N", help="[8000]")
+    group.add_argument("--uds", metavar="PATH", help="Unix socket to listen on, in the place of host and port")
+    group.add_argument("--root-path", metavar="/PREFIX", help="what a proxy in front takes off the paths")
+    group.add_argument(
+        "--api-key", nargs="+", action="extend", metavar="KEY",
+        help=f"keys of which a request must bring one; may be repeated [${API_KEY_VARIABLE}, which ps does not show]",
+    )  # fmt: skip
+    group.add_argument("--allowed-origins", type=_strings, metavar="JSON", help="origins that browsers may call from")
+    group.add_argument("--allowed-methods", type=_strings, metavar="JSON", help="""their methods ['["*"]']""")
+    group.add_argument("--allowed-headers", type=_strings, metavar="JSON", help="""their headers ['["*"]']""")
+    group.add_argument("--allow-credentials", action="store_true", help="they may send cookies")
+    for name, what in (("keyfile", "private key"), ("certfile", "certificate"), ("ca-certs", "clients' authorities")):
+        group.add_argument(f"--ssl-{name}", metavar="FILE", help=f"TLS: {what}, in PEM")
+    group.add_argument("--ssl-cert-reqs", type=int, metavar="N", help="TLS: 2 wants clients' certificates [0]")
     group.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line goes before it")
     group.add_argument("--accept-any-model", action="store_true", help="requests may name any model")
     group.add_argument("--enable-auto-tool-choice", action="store_true", help="the model may call a request's tools")
@@ -175,6 +193,17 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return value
+
+
+def _strings(text: str) -> tuple[str, ...]:
+    """A JSON list, as vLLM has it, or values with commas between."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = text.split(",")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a list such as ["https://example.com"]')
+    return tuple(values)
 
 
 def _length(text: str) -> int | str:

@@ -95,6 +95,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names that requests may use; the first is the one in answers. Empty: the model argument as given."""
     host: str = "127.0.0.1"
     port: int = 8000
+    uds: str | None = None
+    """A Unix socket to listen on, in the place of host and port."""
+    root_path: str = ""
+    """What a proxy in front takes off the paths of requests."""
+    api_key: tuple[str, ...] = ()
+    """Any of these must be in a request's Authorization header; empty: no key is needed."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may read answers; empty: none."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    """``ssl.CERT_NONE``, 1 for optional and 2 for required certificates of clients."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's own template."""
     log_level: str = "info"
@@ -128,6 +144,14 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             _choice("--reasoning-parser", self.reasoning_parser, (*REASONING_PARSERS, "START...END"))
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
+        if any(not key.strip() for key in self.api_key):
+            raise ValueError("--api-key must not be empty")
+        if self.root_path and not re.fullmatch(r"(/[^/]+)+", self.root_path):
+            raise ValueError(f"--root-path must look like /prefix, got {self.root_path!r}")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ValueError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout:g}")
 

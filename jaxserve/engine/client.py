@@ -150,6 +150,18 @@ class EngineClient:
         if known:
             self._send(Abort(known))
 
+    def cancel(self, prefix: str) -> int:
+        """Aborts the requests whose ids begin like this for somebody else: whoever waits for them is told.
+
+        Returns how many there were.
+        """
+        found = [request_id for request_id in self._streams if request_id.startswith(prefix)]
+        for request_id in found:
+            self._streams[request_id].queue.put_nowait(TokenOutput(request_id, [], finish_reason="abort"))
+        if found:
+            self._send(Abort(found))
+        return len(found)
+
     async def call(self, method: str, timeout: float = 5.0) -> bytes:
         """Asks the engine something; ``TimeoutError`` if it does not answer in time."""
         self._check_alive()

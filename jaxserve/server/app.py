@@ -8,12 +8,15 @@ from typing import Any
 
 from litestar import Litestar
 from litestar.datastructures import State
-from litestar.types import Message, Scope
+from litestar.types import ASGIApp, Message, Scope
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.server import openai, operations
+from jaxserve.server.access import AccessLog
+from jaxserve.server.auth import ApiKeys
 from jaxserve.server.context import ServerContext, new_id
+from jaxserve.server.cors import Cors
 from jaxserve.server.errors import answer_error
 from jaxserve.tokenizer import Tokenizer
 
@@ -44,6 +47,10 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
             operations.version,
             operations.metrics,
             operations.load,
+            operations.server_info,
+            operations.abort,
+            operations.openapi_document,
+            operations.docs,
         ],
         exception_handlers={Exception: answer_error},
         before_send=[echo_request_id, *([add_request_id] if config.enable_request_id_headers else ())],
@@ -53,6 +60,12 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
         openapi_config=None,
         logging_config=None,
     )
+
+
+def with_middleware(app: Litestar, config: ServerConfig) -> ASGIApp:
+    """The application with all that stands in front of its routing."""
+    guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
+    return AccessLog(Cors(guarded, config) if config.allowed_origins else guarded)
 
 
 async def add_request_id(message: Message, scope: Scope) -> None:

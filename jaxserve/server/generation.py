@@ -15,7 +15,7 @@ from litestar import Request
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import ChoiceOutput, Delta, Token
 from jaxserve.request import EngineRequest, FinishReason, SamplingParams
-from jaxserve.server.errors import ClientDisconnectedError, GenerationError
+from jaxserve.server.errors import ClientDisconnectedError, GenerationAbortedError, GenerationError
 from jaxserve.server.schemas import PromptTokensDetails, RequestMetrics, Usage
 from jaxserve.server.timing import ChoiceTimes, request_metrics
 from jaxserve.server.validate import Prompt
@@ -108,8 +108,10 @@ class Generation:
                     client.finish(output.request_id, choice.output.num_tokens)
                 if delta is None:
                     continue
-                if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                    raise GenerationError(delta.error or "The request was aborted.")
+                if delta.finish_reason == FinishReason.ABORT:
+                    raise GenerationAbortedError("The request was aborted.")
+                if delta.finish_reason == FinishReason.ERROR:
+                    raise GenerationError(delta.error or "The engine gave no reason.")
                 yield choice, delta
 
     async def complete(self, client: EngineClient) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -39,7 +41,8 @@ def run(config: ServerConfig) -> int:
     try:
         directory = _model_directory(config)
         check_model(config.engine, directory)
-        listener = _listen(config)
+        check_tls(config)
+        listener = listen(config)
     except (OSError, RuntimeError, ValueError) as error:
         logger.error("%s", error)
         return 1
@@ -49,6 +52,8 @@ def run(config: ServerConfig) -> int:
             return children.supervise(stop)
         finally:
             children.kill()
+            if config.uds is not None:
+                Path(config.uds).unlink(missing_ok=True)
 
 
 class _StopSignals:
@@ -76,7 +81,10 @@ def _model_directory(config: ServerConfig) -> Path:
     return directory.resolve()
 
 
-def _listen(config: ServerConfig) -> socket.socket:
+def listen(config: ServerConfig) -> socket.socket:
+    """The socket that the configuration names, listening; ``OSError`` says in a line why it cannot be."""
+    if config.uds is not None:
+        return _listen_on_path(Path(config.uds))
     family = socket.AF_INET6 if ":" in config.host else socket.AF_INET
     try:
         listener = socket.create_server((config.host, config.port), family=family, backlog=2048)
@@ -85,8 +93,41 @@ def _listen(config: ServerConfig) -> socket.socket:
         reason = os.strerror(error.errno or 0) if known else error.strerror or str(error)
         raise OSError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
     host, port = listener.getsockname()[:2]
-    logger.info("listening on http://%s:%d; /health answers 503 until the model is ready", host, port)
+    scheme = "https" if config.ssl_certfile else "http"
+    logger.info("listening on %s://%s:%d; /health answers 503 until the model is ready", scheme, host, port)
     return listener
+
+
+def _listen_on_path(path: Path) -> socket.socket:
+    """A Unix socket; one that an earlier server left behind is replaced, any other file is not."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            if listener.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            path.unlink()
+            listener.close()
+            listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {path}: {error.strerror or error}") from None
+    logger.info("listening on the socket %s; /health answers 503 until the model is ready", path)
+    return listener
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Reads the certificate, so that a bad one is one line now: a ``ValueError``."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # also what ssl raises
+        raise ValueError(f"--ssl-certfile {config.ssl_certfile} and its companions cannot be used: {error}") from None
 
 
 @contextlib.contextmanager

@@ -175,7 +175,7 @@ async def respond(
     """The answer, as a stream of events or whole."""
     if body.stream:
         return Stream(
-            stream_events(dialect, context.client),
+            stream_events(dialect, context.client, request.scope),
             media_type="text/event-stream",
             headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
         )

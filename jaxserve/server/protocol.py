@@ -8,11 +8,13 @@ from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from litestar.types import Scope
 from msgspec import UNSET, UnsetType
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import Delta, Token
 from jaxserve.server import schemas
+from jaxserve.server.access import note_fault
 from jaxserve.server.errors import as_api_error
 from jaxserve.server.generation import Choice, Generation
 from jaxserve.server.reasoning import Thought
@@ -303,7 +305,7 @@ def encode_event(value: msgspec.Struct) -> bytes:
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
-async def stream_events(dialect: Dialect, client: EngineClient) -> AsyncGenerator[bytes, None]:
+async def stream_events(dialect: Dialect, client: EngineClient, scope: Scope) -> AsyncGenerator[bytes, None]:
     """The body of a streamed answer. After its first byte a fault can only be an event."""
     generation = dialect.generation
     try:
@@ -315,5 +317,7 @@ async def stream_events(dialect: Dialect, client: EngineClient) -> AsyncGenerato
         if generation.include_usage:
             yield encode_event(dialect.usage_chunk())
     except Exception as error:
-        yield b"data: " + as_api_error(error).body() + b"\n\n"
+        fault = as_api_error(error)
+        note_fault(scope, fault.reason)
+        yield b"data: " + fault.body() + b"\n\n"
     yield DONE

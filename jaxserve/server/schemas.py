@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
 # ------------------------------------------------------------------ requests; null means the default
 
 
@@ -108,6 +110,11 @@ class TokenizeRequest(Struct, kw_only=True):
 class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+class AbortRequest(Struct, kw_only=True):
+    request_id: str
+    """The id of the response that is to end."""
 
 
 # ------------------------------------------------------------------ answers

@@ -13,14 +13,14 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine import admission
 from jaxserve.engine.messages import ModelInfo
 from jaxserve.request import EngineRequest, RequestError, SamplingParams, StructuredSpec
-from jaxserve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from jaxserve.server.schemas import ROLES, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
 from jaxserve.server.structured import structured_spec
 from jaxserve.server.tools import check_tools
 from jaxserve.tokenizer import Tokenizer
 
 DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
 """What generation_config.json may set for requests that do not."""
-ROLES = ("system", "developer", "user", "assistant", "tool")
+
 COPIED = ("n", "seed", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
 
 

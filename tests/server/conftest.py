@@ -20,7 +20,7 @@ import uvicorn
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.messages import ModelInfo
-from jaxserve.server.app import create_app
+from jaxserve.server.app import create_app, with_middleware
 from jaxserve.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.fake_engine import FakeEngine, Script
@@ -88,7 +88,7 @@ def serve(
         client = EngineClient(engine.address)
         app = create_app(config, client, tokenizer, defaults or {})
         with (
-            running(app) as url,
+            running(with_middleware(app, config), root_path=config.root_path) as url,
             httpx.Client(base_url=url, timeout=20) as http,
             openai.OpenAI(
                 base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
@@ -99,9 +99,9 @@ def serve(
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
+def running(app: Any, **options: Any) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **options))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:

@@ -10,7 +10,7 @@ import pytest
 from jaxserve.engine.messages import Add
 from jaxserve.request import EngineRequest
 from jaxserve.tokenizer import Tokenizer
-from tests.server.calls import BOTH, CHAT, COMPLETIONS, USER, base, both_ways, choice_text, error_of, joined, ok, post
+from tests.server.calls import BOTH, CHAT, COMPLETIONS, USER, base, both_ways, error_of, joined, ok, post
 from tests.server.calls import stream as streamed
 from tests.server.conftest import CONTEXT, Served, encode_answer, serve
 
@@ -221,8 +221,3 @@ def test_any_model_and_request_ids(llama_3: Tokenizer) -> None:
 
 def test_no_request_id_unless_sent(served: Served) -> None:
     assert "x-request-id" not in served.http.get("/version").headers
-
-
-def test_choice_text_of_both_routes(served: Served) -> None:
-    served.says("Hi")
-    assert {choice_text(ok(post(served, route))["choices"][0]) for route in (CHAT, COMPLETIONS)} == {"Hi"}
