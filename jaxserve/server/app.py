@@ -18,6 +18,7 @@ from jaxserve.server.auth import ApiKeys
 from jaxserve.server.context import ServerContext, new_id
 from jaxserve.server.cors import Cors
 from jaxserve.server.errors import answer_error
+from jaxserve.server.responses.route import responses
 from jaxserve.tokenizer import Tokenizer
 
 MAX_REQUEST_ID = 256
@@ -39,6 +40,7 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
         route_handlers=[
             openai.completions,
             openai.chat_completions,
+            responses,
             openai.list_models,
             openai.get_model,
             openai.tokenize,

@@ -12,6 +12,7 @@ import msgspec
 from jaxserve import __version__
 from jaxserve.request import INT64, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from jaxserve.server import schemas
+from jaxserve.server.responses import schemas as responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,10 @@ OPERATIONS = (
     Operation(
         "post", "/v1/completions", "Continue a text",
         schemas.CompletionRequest, schemas.Completion, schemas.Completion,
+    ),
+    Operation(
+        "post", "/v1/responses", "Answer a conversation, in the newer dialect; nothing is stored",
+        responses.ResponsesRequest, responses.ResponseObject,
     ),
     Operation("get", "/v1/models", "The models that are served", response=schemas.ModelList),
     Operation("get", "/v1/models/{model_id}", "One of them", response=schemas.ModelCard),

@@ -15,7 +15,7 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import Delta, Token
 from jaxserve.server import schemas
 from jaxserve.server.access import note_fault
-from jaxserve.server.errors import as_api_error
+from jaxserve.server.errors import ApiError, as_api_error
 from jaxserve.server.generation import Choice, Generation
 from jaxserve.server.reasoning import Thought
 from jaxserve.server.reply import Piece, Reply
@@ -23,9 +23,15 @@ from jaxserve.server.tool_parsers import CallDelta
 
 DONE = b"data: [DONE]\n\n"
 
+type Chunk = msgspec.Struct | dict[str, Any]
+"""The content of one event."""
+
 
 class Dialect(ABC):
     """One answer format, for one call."""
+
+    done = DONE
+    """What a stream ends with."""
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -33,16 +39,28 @@ class Dialect(ABC):
         """Choices that have had a chunk."""
 
     @abstractmethod
-    def opening(self) -> Iterator[msgspec.Struct]:
+    def opening(self) -> Iterator[Chunk]:
         """Chunks that are known before the first token."""
 
     @abstractmethod
-    def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
+    def chunks(self, choice: Choice, delta: Delta) -> Iterator[Chunk]:
         """The chunks that carry one delta."""
 
     @abstractmethod
-    def usage_chunk(self) -> msgspec.Struct:
+    def usage_chunk(self) -> Chunk:
         """The chunk without choices that ends a stream with include_usage."""
+
+    def closing(self) -> Iterator[Chunk]:
+        """Chunks that follow the last token."""
+        if self.generation.include_usage:
+            yield self.usage_chunk()
+
+    def encode(self, chunk: Chunk) -> bytes:
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def fault(self, fault: ApiError) -> bytes:
+        """The event that tells of a fault."""
+        return b"data: " + fault.body() + b"\n\n"
 
     @abstractmethod
     def answer(self) -> msgspec.Struct:
@@ -63,23 +81,36 @@ class Dialect(ABC):
             return f"token_id:{token_id}"
         return self.generation.tokenizer.token_text(token_id)
 
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> list[schemas.ChatTokenLogprob]:
+        return [
+            schemas.ChatTokenLogprob(
+                **self._token_logprob(token.token_id, token.logprob),
+                top_logprobs=[schemas.TopLogprob(**self._token_logprob(*pair)) for pair in token.top],
+            )
+            for token in tokens
+        ]
+
+    def _token_logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = self.generation.tokenizer.token_bytes(token_id)
+        return {"token": self._token_name(token_id), "logprob": logprob, "bytes": list(raw)}
+
 
 class CompletionDialect(Dialect):
-    def opening(self) -> Iterator[msgspec.Struct]:
+    def opening(self) -> Iterator[Chunk]:
         if self.generation.echo:
             for choice in self.generation.choices:
                 yield self._chunk(self._choice(choice, self._prompt_text(choice)))
 
-    def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
+    def chunks(self, choice: Choice, delta: Delta) -> Iterator[Chunk]:
         chunk = self._choice(choice, delta.text)
         chunk.logprobs = self._logprobs(choice, delta.tokens)
-        chunk.finish_reason, chunk.stop_reason = delta.finish_reason, _present(delta.stop_reason)
+        chunk.finish_reason, chunk.stop_reason = delta.finish_reason, present(delta.stop_reason)
         chunk.token_ids = self._token_ids(delta.tokens)
         yield self._chunk(chunk)
 
-    def usage_chunk(self) -> msgspec.Struct:
+    def usage_chunk(self) -> Chunk:
         chunk = self._envelope([], self.generation.usage())
-        chunk.metrics = _present(self.generation.metrics())
+        chunk.metrics = present(self.generation.metrics())
         return chunk
 
     def answer(self) -> msgspec.Struct:
@@ -89,14 +120,14 @@ class CompletionDialect(Dialect):
                 text=self._prompt_text(choice) + choice.text if self.generation.echo else choice.text,
                 logprobs=self._logprobs(choice, choice.tokens),
                 finish_reason=choice.finish_reason,
-                stop_reason=_present(choice.stop_reason),
+                stop_reason=present(choice.stop_reason),
                 token_ids=self._token_ids(choice.tokens),
                 prompt_token_ids=self._prompt_token_ids(choice),
             )
             for choice in self.generation.answers()
         ]
         answer = self._envelope(choices, self.generation.usage())
-        answer.metrics = _present(self.generation.metrics())
+        answer.metrics = present(self.generation.metrics())
         return answer
 
     def _choice(self, choice: Choice, text: str) -> schemas.CompletionChoice:
@@ -157,10 +188,10 @@ class ChatDialect(Dialect):
         self._waiting: dict[int, tuple[Token, ...]] = {}
         """Tokens whose text is not certain to be content or a call; they go with the next piece."""
 
-    def opening(self) -> Iterator[msgspec.Struct]:
+    def opening(self) -> Iterator[Chunk]:
         return iter(())
 
-    def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
+    def chunks(self, choice: Choice, delta: Delta) -> Iterator[Chunk]:
         if choice.index not in self._begun:
             first = schemas.ChatChunkChoice(index=choice.index, delta=schemas.ChatDelta(role="assistant", content=""))
             yield self._chunk(first, UNSET if self._begun else self._prompt_token_ids(choice))
@@ -174,7 +205,7 @@ class ChatDialect(Dialect):
         if delta.finish_reason is not None:
             last = self._choice(choice, schemas.ChatDelta(), tokens)
             last.finish_reason = self._finish_reason(choice, delta.finish_reason)
-            last.stop_reason = _present(delta.stop_reason)
+            last.stop_reason = present(delta.stop_reason)
             yield self._chunk(last)
         elif tokens:
             self._waiting[choice.index] = tokens
@@ -189,9 +220,9 @@ class ChatDialect(Dialect):
         reply = self._replies.get(choice.index)
         return reply.finish_reason(reason) if reply else reason
 
-    def usage_chunk(self) -> msgspec.Struct:
+    def usage_chunk(self) -> Chunk:
         chunk = self._envelope([], self.generation.usage())
-        chunk.metrics = _present(self.generation.metrics())
+        chunk.metrics = present(self.generation.metrics())
         return chunk
 
     def answer(self) -> msgspec.Struct:
@@ -203,7 +234,7 @@ class ChatDialect(Dialect):
             model=generation.model,
             choices=choices,
             usage=generation.usage(),
-            metrics=_present(generation.metrics()),
+            metrics=present(generation.metrics()),
             prompt_token_ids=self._prompt_token_ids(generation.choices[0]),
         )
 
@@ -215,7 +246,7 @@ class ChatDialect(Dialect):
             message=_message(self._echoed(choice), pieces),
             logprobs=self._logprobs(choice.tokens),
             finish_reason=self._finish_reason(choice, choice.finish_reason),
-            stop_reason=_present(choice.stop_reason),
+            stop_reason=present(choice.stop_reason),
             token_ids=self._token_ids(choice.tokens),
         )
 
@@ -250,19 +281,7 @@ class ChatDialect(Dialect):
     def _logprobs(self, tokens: Sequence[Token]) -> schemas.ChatLogprobs | None:
         if self.generation.sampling.logprobs is None:
             return None
-        return schemas.ChatLogprobs(
-            content=[
-                schemas.ChatTokenLogprob(
-                    **self._token_logprob(token.token_id, token.logprob),
-                    top_logprobs=[schemas.TopLogprob(**self._token_logprob(*pair)) for pair in token.top],
-                )
-                for token in tokens
-            ]
-        )
-
-    def _token_logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
-        raw = self.generation.tokenizer.token_bytes(token_id)
-        return {"token": self._token_name(token_id), "logprob": logprob, "bytes": list(raw)}
+        return schemas.ChatLogprobs(content=self._chat_logprobs(tokens))
 
 
 def _chat_delta(piece: Piece) -> schemas.ChatDelta:
@@ -297,12 +316,9 @@ def _message(content: str, pieces: Sequence[Piece]) -> schemas.ChatMessage:
     )
 
 
-def _present[T](value: T | None) -> T | UnsetType:
+def present[T](value: T | None) -> T | UnsetType:
+    """A field that is left out where there is nothing to say."""
     return UNSET if value is None else value
-
-
-def encode_event(value: msgspec.Struct) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 
 async def stream_events(dialect: Dialect, client: EngineClient, scope: Scope) -> AsyncGenerator[bytes, None]:
@@ -310,14 +326,14 @@ async def stream_events(dialect: Dialect, client: EngineClient, scope: Scope) ->
     generation = dialect.generation
     try:
         for chunk in dialect.opening():
-            yield encode_event(chunk)
+            yield dialect.encode(chunk)
         async with aclosing(generation.deltas(client)) as deltas:
             async for choice, delta in deltas:
-                yield b"".join(map(encode_event, dialect.chunks(choice, delta)))
-        if generation.include_usage:
-            yield encode_event(dialect.usage_chunk())
+                yield b"".join(map(dialect.encode, dialect.chunks(choice, delta)))
+        for chunk in dialect.closing():
+            yield dialect.encode(chunk)
     except Exception as error:
         fault = as_api_error(error)
         note_fault(scope, fault.reason)
-        yield b"data: " + fault.body() + b"\n\n"
-    yield DONE
+        yield dialect.fault(fault)
+    yield dialect.done
