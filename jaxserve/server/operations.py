@@ -66,13 +66,18 @@ async def abort(request: Request[Any, Any, Any]) -> dict[str, Any]:
 
 
 @get("/openapi.json")
-async def openapi_document() -> dict[str, Any]:
-    return openapi.document()
+async def openapi_document(request: Request[Any, Any, Any]) -> dict[str, Any]:
+    return _document(context_of(request))
 
 
 @get("/docs", media_type=MediaType.HTML)
-async def docs() -> str:
-    return openapi.page()
+async def docs(request: Request[Any, Any, Any]) -> str:
+    return openapi.page(_document(context_of(request)))
+
+
+def _document(context: ServerContext) -> dict[str, Any]:
+    info = context.client.info if context.client.state == "ready" else None
+    return openapi.document(info, () if context.config.accept_any_model else context.config.model_names)
 
 
 async def _ask(context: ServerContext, method: str) -> bytes:

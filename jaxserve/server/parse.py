@@ -59,7 +59,8 @@ def check_content_type(content_type: str | None) -> None:
 
 def parse_body[T](body: bytes, kind: type[T]) -> T:
     """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be."""
-    value = _decode(body)
+    # Some clients write every number with a point.
+    value = {name: _integral(item) for name, item in _decode(body).items()}
     _check_fields(value, set(kind.__struct_fields__))  # type: ignore[attr-defined]
     try:
         return msgspec.convert(value, kind)
@@ -70,6 +71,10 @@ def parse_body[T](body: bytes, kind: type[T]) -> T:
         raise RequestError(text, param=re.split(r"[.\[]", field)[0] or None, code="invalid_type") from None
     except OverflowError:
         raise RequestError("A number in the request is too large.", code="invalid_type") from None
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _decode(body: bytes) -> dict[str, Any]:

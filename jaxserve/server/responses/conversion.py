@@ -9,7 +9,7 @@ from jaxserve.server.parse import not_supported
 from jaxserve.server.responses.schemas import ResponsesRequest
 from jaxserve.server.schemas import ChatRequest
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
     "conversation": (),
     "background": (False,),
@@ -31,7 +31,7 @@ _RENAMED = {
 
 def chat_request(request: ResponsesRequest) -> ChatRequest:
     """The same request in chat's words; raises ``RequestError``."""
-    for name, neutral in _NEUTRAL.items():
+    for name, neutral in NEUTRAL.items():
         if (value := getattr(request, name)) is not None and value not in neutral:
             raise not_supported(name)
     for index, name in enumerate(request.include or ()):
