@@ -8,20 +8,19 @@ from typing import Any
 
 from litestar import Litestar
 from litestar.datastructures import State
-from litestar.types import ASGIApp, Message, Scope
+from litestar.types import ASGIApp
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.server import openai, operations
 from jaxserve.server.access import AccessLog
 from jaxserve.server.auth import ApiKeys
-from jaxserve.server.context import ServerContext, new_id
+from jaxserve.server.context import ServerContext
 from jaxserve.server.cors import Cors
 from jaxserve.server.errors import answer_error
+from jaxserve.server.request_ids import RequestIds
 from jaxserve.server.responses.route import responses
 from jaxserve.tokenizer import Tokenizer
-
-MAX_REQUEST_ID = 256
 
 
 def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, defaults: dict[str, Any]) -> Litestar:
@@ -55,7 +54,6 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
             operations.docs,
         ],
         exception_handlers={Exception: answer_error},
-        before_send=[echo_request_id, *([add_request_id] if config.enable_request_id_headers else ())],
         lifespan=[engine_line],
         state=State({"context": context}),
         request_max_body_size=config.max_body_bytes,
@@ -67,19 +65,5 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
 def with_middleware(app: Litestar, config: ServerConfig) -> ASGIApp:
     """The application with all that stands in front of its routing."""
     guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
-    return AccessLog(Cors(guarded, config) if config.allowed_origins else guarded)
-
-
-async def add_request_id(message: Message, scope: Scope) -> None:
-    """An X-Request-Id of our own where the client sent none that can go back."""
-    if message["type"] == "http.response.start" and all(name != b"x-request-id" for name, _ in message["headers"]):
-        message["headers"] = [*message["headers"], (b"x-request-id", new_id("req").encode())]
-
-
-async def echo_request_id(message: Message, scope: Scope) -> None:
-    """The client's own X-Request-Id goes back to it; nothing here is named after it."""
-    if message["type"] == "http.response.start":
-        for name, value in scope["headers"]:
-            if name == b"x-request-id" and len(value) <= MAX_REQUEST_ID:
-                message["headers"] = [*message["headers"], (name, value)]
-                break
+    shared = Cors(guarded, config) if config.allowed_origins else guarded
+    return AccessLog(RequestIds(shared, always=config.enable_request_id_headers))

@@ -182,7 +182,7 @@ def chat_prompt(request: ChatRequest, tokenizer: Tokenizer, tools: list[dict[str
         tools=tools,
         kwargs=kwargs,
     )
-    final = plain_messages(request.messages[-1:])[0]
+    final = plain_messages(request.messages[-1:])[0] if request.echo else {"role": None}
     return Prompt(token_ids, final["content"] if final["role"] == "assistant" else None)
 
 

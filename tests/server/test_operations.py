@@ -53,9 +53,10 @@ GUARDED = [
     ],
 )
 def test_op12_no_route_without_a_key(locked: Served, method: str, path: str, authorization: str | None) -> None:
-    headers = {} if authorization is None else {"Authorization": authorization}
+    headers = {"X-Request-Id": "mine"} | ({} if authorization is None else {"Authorization": authorization})
     response = locked.http.request(method, path, headers=headers, params={"api_key": KEYS[0]})
     assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer"
+    assert response.headers["x-request-id"] == "mine"
     if method != "HEAD":
         error = error_of(response, 401)
         assert error["type"] == "authentication_error" and error["code"] == "invalid_api_key"
