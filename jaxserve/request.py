@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Literal
 
 import msgspec
 
@@ -38,6 +39,16 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer's text must match."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
+    value: str = ""
+    """A JSON Schema, a regular expression, a JSON list of strings, or a grammar; nothing for any JSON object."""
+    field: str
+    """The request's field that asked for it, which errors name."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -86,6 +97,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Log-probabilities of the chosen token and of this many likeliest ones; None: none at all."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured: StructuredSpec | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in RANGES.items():

@@ -24,6 +24,7 @@ from jaxserve.engine.messages import (
     Outputs,
     Ready,
     Reply,
+    Timings,
     TokenLogprobs,
     TokenOutput,
 )
@@ -45,6 +46,8 @@ class FakeEngine:
         self.info = info
         self.eos_ids = frozenset(eos_ids)
         self.step = step
+        self.logprob: Callable[[EngineRequest], float] = lambda request: -0.5
+        """What every token of an answer has."""
         self.received: list[ClientMessage] = []
         self.loaded = threading.Event()
         self.loaded.set()
@@ -117,7 +120,9 @@ class FakeEngine:
                 self._num_received += len(requests)
                 for request in requests:
                     tokens = iter(self.script(request))
-                    self._running[request.request_id] = _Answer(client, request, tokens, self.eos_ids)
+                    self._running[request.request_id] = _Answer(
+                        client, request, tokens, self.eos_ids, self.logprob(request)
+                    )
             case Abort(request_ids=request_ids):
                 for request_id in request_ids:
                     self._running.pop(request_id, None)
@@ -142,7 +147,12 @@ class FakeEngine:
 
 class _Answer:
     def __init__(
-        self, client: bytes, request: EngineRequest, tokens: Iterator[int | Exception], eos: frozenset[int]
+        self,
+        client: bytes,
+        request: EngineRequest,
+        tokens: Iterator[int | Exception],
+        eos: frozenset[int],
+        logprob: float,
     ) -> None:
         self.client = client
         self._request = request
@@ -150,6 +160,8 @@ class _Answer:
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else eos
         self._count = 0
+        self._logprob = logprob
+        self._begin = time.monotonic()
 
     def next_output(self) -> TokenOutput:
         token = next(self._tokens)
@@ -168,11 +180,18 @@ class _Answer:
             logprobs=self._logprobs(token),
             finish_reason=reason,
             stop_reason=token if token in self._stop_ids else None,
+            timings=self._timings() if reason or self._count == 1 else None,
         )
+
+    def _timings(self) -> Timings:
+        now = time.monotonic()
+        if self._count == 1:
+            self._first_token = now
+        return Timings(self._request.arrival_time, self._begin, self._first_token, now)
 
     def _logprobs(self, token: int) -> list[TokenLogprobs] | None:
         wanted = self._request.sampling.logprobs
         if wanted is None:
             return None
         ids = [token, *(other for other in range(wanted) if other != token)][:wanted]
-        return [TokenLogprobs(-0.5, ids, [-0.5 - rank for rank in range(len(ids))])]
+        return [TokenLogprobs(self._logprob, ids, [self._logprob - rank for rank in range(len(ids))])]

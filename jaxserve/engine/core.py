@@ -187,6 +187,7 @@ class EngineCore:
             self._finish(request, FinishReason.ABORT, request.num_output_tokens)
             outputs.append(ClientOutput(request.client, ending(request)))
         return outputs
+
     def abort_client(self, client: bytes) -> None:
         """End all requests of a client that is gone."""
         scheduler = self.scheduler

@@ -82,7 +82,9 @@ class LLM:
         directory = demo_model_directory(progress=progress) if self.config.model == "demo" else Path(model)
         self.tokenizer = Tokenizer.load(self.config.tokenizer or directory, chat_template)
         self.engine = EngineCore.load(self.config, directory, progress)
-        self._defaults = sampling_defaults(directory, self.config.generation_config)
+        self._defaults = sampling_defaults(
+            directory, self.config.generation_config, self.config.override_generation_config
+        )
         self._draw_seed = seed_source(self.config.seed)
         self._ids = itertools.count()
 

@@ -22,7 +22,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
-    """``time.monotonic()`` marks of one finished request."""
+    """``time.monotonic()`` marks of one request."""
 
     arrival: float
     scheduled: float
@@ -48,6 +48,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """The caller's stop token id that ended the answer (None for the model's own EOS), or DEADLINE."""
     error: str | None = None
     timings: Timings | None = None
+    """With the first token and with the last."""
     cached_tokens: int = 0
     """Prompt tokens that did not have to be computed: full blocks that an earlier request had left."""
 

@@ -116,6 +116,8 @@ class ChoiceOutput:
 
     tokenizer: Tokenizer
     sampling: SamplingParams
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are in the text although others are skipped."""
     num_tokens: int = 0
     """Generated tokens that count, which are those up to the one that completed a stop string."""
     finished: bool = False
@@ -166,7 +168,9 @@ class ChoiceOutput:
         self.num_tokens += 1
         offset = self._length + len(self._held)
         self._held_tokens.append(_token(token_id, offset, logprobs, self.sampling.logprobs or 0))
-        if ends or (self.sampling.skip_special_tokens and self.tokenizer.is_special(token_id)):
+        if ends or (
+            self.sampling.skip_special_tokens and self.tokenizer.is_special(token_id) and token_id not in self.shown_ids
+        ):
             return
         self._add_text(self._decoder.decode(self.tokenizer.token_bytes(token_id)))
 

@@ -23,7 +23,7 @@ def new_tokens(request: Request, item: ScheduledRequest, row: RowOutput, tokens:
         logprobs=logprobs,
         finish_reason=request.finish_reason.value if done and request.finish_reason else None,
         stop_reason=tokens[-1] if stopped else None,
-        timings=_timings(request) if done else None,
+        timings=_timings(request) if done or request.num_output_tokens == len(tokens) else None,
         cached_tokens=request.num_cached_tokens,
     )
 

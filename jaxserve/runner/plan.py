@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.models.config import CheckpointError, ModelConfig
+from jaxserve.models.config import CheckpointError, ModelConfig, resolve_max_model_len
 from jaxserve.models.kv_cache import bytes_per_block
 from jaxserve.runner.buckets import Ladder, doubling
 from jaxserve.runner.options import options_shapes
@@ -56,7 +56,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
     on_gpu = platform == "gpu"
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
-    max_model_len = _max_model_len(config, model)
+    max_model_len = resolve_max_model_len(config.max_model_len, model)
     rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
     tokens = config.token_buckets or _token_sizes(budget, on_gpu)
     ladder = Ladder(rows, tokens)
@@ -76,17 +76,6 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
     )
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Linear RoPE scaling may be used up to ``factor`` times the stated length; nothing else may go beyond it."""
-    native = model.max_position_embeddings
-    if not isinstance(config.max_model_len, int):
-        return native
-    limit = int(native * model.rope.factor) if model.rope.kind == "linear" else native
-    if config.max_model_len > limit:
-        raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {limit} positions")
-    return config.max_model_len
 
 
 def _row_sizes(max_num_seqs: int, on_gpu: bool) -> tuple[int, ...]:

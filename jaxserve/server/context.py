@@ -15,6 +15,7 @@ from jaxserve.engine.admission import QueueLimits
 from jaxserve.engine.client import EngineClient
 from jaxserve.request import seed_source
 from jaxserve.server.errors import ApiError
+from jaxserve.server.reasoning import ReasoningFormat, reasoning_format
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -29,9 +30,16 @@ class ServerContext:
     """Set on SIGTERM: what runs may finish, nothing new begins."""
     started: int = field(default_factory=lambda: int(time.time()))
     draw_seed: Callable[[], int] = field(init=False)
+    reasoning: ReasoningFormat | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.draw_seed = seed_source(self.config.engine.seed)
+        name = self.config.reasoning_parser
+        self.reasoning = reasoning_format(name) if name else None
+
+    @property
+    def reasoning_tags(self) -> tuple[str, ...]:
+        return (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
 
     @property
     def model_name(self) -> str:

@@ -12,6 +12,7 @@ from litestar.exceptions import HTTPException
 from jaxserve.engine.admission import Overloaded
 from jaxserve.engine.client import EngineDeadError, EngineUnavailableError
 from jaxserve.request import RequestError
+from jaxserve.server.access import note_fault
 from jaxserve.server.schemas import ErrorDetail, ErrorResponse
 
 logger = logging.getLogger(__name__)
@@ -55,10 +56,19 @@ class ApiError(Exception):
         self.param = param
         self.code = code or _CODES.get(status)
 
+    @property
+    def reason(self) -> str:
+        """For logs: the code and the field, but nothing of what the client sent."""
+        return " ".join(filter(None, (self.code or "invalid_request", self.param)))
+
     def body(self) -> bytes:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
         return msgspec.json.encode(ErrorResponse(error=detail))
+
+
+class GenerationAbortedError(RuntimeError):
+    """Somebody asked for the end of this call, through another one."""
 
 
 class GenerationError(RuntimeError):
@@ -84,6 +94,8 @@ def as_api_error(error: Exception) -> ApiError:
             return ApiError(503, f"The server cannot answer now: {error}.", code="unavailable")
         case GenerationError():
             return ApiError(500, str(error), code="generation_failed")
+        case GenerationAbortedError():
+            return ApiError(CLIENT_CLOSED_REQUEST, str(error), code="request_aborted")
         case ClientDisconnectedError():
             return ApiError(CLIENT_CLOSED_REQUEST, str(error), code="client_closed_request")
         case HTTPException() if error.status_code < 500:
@@ -95,6 +107,7 @@ def as_api_error(error: Exception) -> ApiError:
 def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     """Litestar's exception handler for everything."""
     fault = as_api_error(error)
+    note_fault(request.scope, fault.reason)
     headers = {"Retry-After": str(fault.retry_after)} if fault.status in (429, 503) else {}
     if isinstance(error, HTTPException) and error.headers:
         headers.update({name: value for name, value in error.headers.items() if name.lower() == "allow"})

@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 from litestar import Request
@@ -15,8 +16,9 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.messages import TokenOutput
 from jaxserve.engine.output import ChoiceOutput, Delta, Token
 from jaxserve.request import EngineRequest, FinishReason, SamplingParams
-from jaxserve.server.errors import ClientDisconnectedError, GenerationError
-from jaxserve.server.schemas import PromptTokensDetails, Usage
+from jaxserve.server.errors import ClientDisconnectedError, GenerationAbortedError, GenerationError
+from jaxserve.server.schemas import PromptTokensDetails, RequestMetrics, Usage
+from jaxserve.server.timing import ChoiceTimes, request_metrics
 from jaxserve.server.validate import Prompt
 from jaxserve.tokenizer import Tokenizer
 
@@ -31,6 +33,8 @@ class Choice:
     """None for max_tokens 0, which needs no engine."""
     output: ChoiceOutput
     is_first_of_prompt: bool
+    times: ChoiceTimes | None = None
+    """Kept where the answer is to tell of them."""
     text: str = ""
     """The answer as it has grown, where it is to be given whole; likewise what follows."""
     tokens: list[Token] = field(default_factory=list)
@@ -53,10 +57,12 @@ class Generation:
     model: str
     tokenizer: Tokenizer
     sampling: SamplingParams
+    """As asked for; with best_of more answers are drawn, with log-probabilities to choose by."""
     prompts: Sequence[Prompt]
     choices: Sequence[Choice]
     echo: bool = False
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
@@ -75,10 +81,25 @@ class Generation:
     def _cached_tokens(self) -> int:
         """A prompt's tokens count as cached where no answer to it had to compute them."""
         cached: dict[int, int] = {}
+        drawn = len(self.choices) // len(self.prompts)
         for choice in self.choices:
-            number = choice.index // self.sampling.n
+            number = choice.index // drawn
             cached[number] = min(cached.get(number, choice.cached_tokens), choice.cached_tokens)
         return sum(cached.values())
+
+    def metrics(self) -> RequestMetrics | None:
+        """Where the time went, if that is to be told and there is something to tell."""
+        return request_metrics(choice.times for choice in self.choices if choice.times)
+
+    def answers(self) -> list[Choice]:
+        """The complete answers to show: of each prompt the n likeliest, by mean log-probability a token."""
+        n, drawn = self.sampling.n, len(self.choices) // len(self.prompts)
+        if drawn == n:
+            return list(self.choices)
+        best: list[Choice] = []
+        for start in range(0, len(self.choices), drawn):
+            best += sorted(self.choices[start : start + drawn], key=_mean_logprob, reverse=True)[:n]
+        return [replace(choice, index=index) for index, choice in enumerate(best)]
 
     async def deltas(self, client: EngineClient) -> AsyncGenerator[Iterator[tuple[Choice, Delta]], None]:
         """What the answers grow by, all that is there at a time, until all are finished; closing it early aborts the
@@ -99,13 +120,17 @@ class Generation:
         for output in outputs:
             choice = running[output.request_id]
             choice.cached_tokens = output.cached_tokens
+            if choice.times:
+                choice.times.note(output)
             delta = choice.output.feed(output)
             if choice.output.stopped:
                 client.finish(output.request_id, choice.output.num_tokens)
             if delta is None:
                 continue
-            if delta.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise GenerationError(delta.error or "The request was aborted.")
+            if delta.finish_reason == FinishReason.ABORT:
+                raise GenerationAbortedError("The request was aborted.")
+            if delta.finish_reason == FinishReason.ERROR:
+                raise GenerationError(delta.error or "The engine gave no reason.")
             yield choice, delta
 
     async def complete(self, client: EngineClient) -> None:
@@ -121,6 +146,9 @@ def make_choices(
     requests: Sequence[Sequence[EngineRequest]],
     sampling: SamplingParams,
     tokenizer: Tokenizer,
+    *,
+    shown_ids: frozenset[int] = frozenset(),
+    timed: bool = False,
 ) -> list[Choice]:
     """Choices in the order of their indices: all of the first prompt, then all of the second."""
     return [
@@ -128,12 +156,18 @@ def make_choices(
             index=number * sampling.n + index,
             prompt=prompt,
             request=requests[number][index] if requests[number] else None,
-            output=ChoiceOutput(tokenizer, sampling),
+            output=ChoiceOutput(tokenizer, sampling, shown_ids),
             is_first_of_prompt=index == 0,
+            times=ChoiceTimes(requests[number][index].arrival_time) if timed and requests[number] else None,
         )
         for number, prompt in enumerate(prompts)
         for index in range(sampling.n)
     ]
+
+
+def _mean_logprob(choice: Choice) -> float:
+    logprobs = [token.logprob for token in choice.tokens if token.logprob is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else -inf
 
 
 async def unless_disconnected[T](request: Request[Any, Any, Any], work: Coroutine[Any, Any, T]) -> T:

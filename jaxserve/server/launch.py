@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import math
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -21,6 +23,7 @@ import msgspec
 
 from jaxserve import logs
 from jaxserve.config import ServerConfig
+from jaxserve.engine.defaults import check_model
 from jaxserve.lifeline import DRAIN_SIGNAL, NOT_FOR_CHILDREN
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,9 @@ def run(config: ServerConfig) -> int:
     stop = _StopSignals()
     try:
         directory = _model_directory(config)
-        listeners = _listen(config)
+        check_model(config.engine, directory)
+        check_tls(config)
+        listeners = listen(config)
     except (OSError, RuntimeError, ValueError) as error:
         logger.error("%s", error)
         return 1
@@ -51,6 +56,8 @@ def run(config: ServerConfig) -> int:
             return children.supervise(stop)
         finally:
             children.kill()
+            if config.uds is not None:
+                Path(config.uds).unlink(missing_ok=True)
 
 
 class _StopSignals:
@@ -78,14 +85,16 @@ def _model_directory(config: ServerConfig) -> Path:
     return directory.resolve()
 
 
-def _listen(config: ServerConfig) -> list[socket.socket]:
-    """One listening socket on the port for each API process.
+def listen(config: ServerConfig) -> list[socket.socket]:
+    """A listening socket for each API process; ``OSError`` says in a line why it cannot be.
 
-    With several, the kernel deals connections out by a hash of their addresses (SO_REUSEPORT): a few long ones fall as
-    evenly as dice do. On one inherited socket the process that wakes first takes them, and an idle machine wakes the
-    same one again and again: 20 of 32 connections to one of four processes. The parent keeps the sockets, so that those
-    of a process that died wait for its successor.
+    With several on a port, the kernel deals connections out by a hash of their addresses (SO_REUSEPORT): a few long
+    ones fall as evenly as dice do. On one inherited socket the process that wakes first takes them, and an idle machine
+    wakes the same one again and again: 20 of 32 connections to one of four processes. The parent keeps the sockets, so
+    that those of a process that died wait for its successor. A Unix socket is shared by all.
     """
+    if config.uds is not None:
+        return [_listen_on_path(Path(config.uds))] * config.api_server_count
     try:
         listeners = [_bind(config.host, config.port)]
         if config.api_server_count > 1:
@@ -100,7 +109,8 @@ def _listen(config: ServerConfig) -> list[socket.socket]:
         reason = os.strerror(error.errno or 0) if known else error.strerror or str(error)
         raise OSError(f"cannot listen on {config.host}:{config.port}: {reason}") from None
     host, port = listeners[0].getsockname()[:2]
-    logger.info("listening on http://%s:%d; /health answers 503 until the model is ready", host, port)
+    scheme = "https" if config.ssl_certfile else "http"
+    logger.info("listening on %s://%s:%d; /health answers 503 until the model is ready", scheme, host, port)
     return listeners
 
 
@@ -111,6 +121,38 @@ def _bind(host: str, port: int, *, shared: bool = False) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     listener.bind((host, port))
     return listener
+
+
+def _listen_on_path(path: Path) -> socket.socket:
+    """A Unix socket; one that an earlier server left behind is replaced, any other file is not."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        if path.is_socket():
+            if listener.connect_ex(str(path)) == 0:
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+            path.unlink()
+            listener.close()
+            listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise OSError(f"cannot listen on {path}: {error.strerror or error}") from None
+    logger.info("listening on the socket %s; /health answers 503 until the model is ready", path)
+    return listener
+
+
+def check_tls(config: ServerConfig) -> None:
+    """Reads the certificate, so that a bad one is one line now: a ``ValueError``."""
+    if config.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+        if config.ssl_ca_certs:
+            context.load_verify_locations(config.ssl_ca_certs)
+    except OSError as error:  # also what ssl raises
+        raise ValueError(f"--ssl-certfile {config.ssl_certfile} and its companions cannot be used: {error}") from None
 
 
 @contextlib.contextmanager

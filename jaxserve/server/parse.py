@@ -34,18 +34,13 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": (),
     "prompt_logprobs": (),
     "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
-IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls"))
+IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier"))
 
 _reported: set[str] = set()
 _MAX_REPORTED = 100
@@ -63,7 +58,8 @@ def check_content_type(content_type: str | None) -> None:
 
 def parse_body[T](body: bytes, kind: type[T]) -> T:
     """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be."""
-    value = _decode(body)
+    # Some clients write every number with a point.
+    value = {name: _integral(item) for name, item in _decode(body).items()}
     _check_fields(value, set(kind.__struct_fields__))  # type: ignore[attr-defined]
     try:
         return msgspec.convert(value, kind)
@@ -74,6 +70,10 @@ def parse_body[T](body: bytes, kind: type[T]) -> T:
         raise RequestError(text, param=re.split(r"[.\[]", field)[0] or None, code="invalid_type") from None
     except OverflowError:
         raise RequestError("A number in the request is too large.", code="invalid_type") from None
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _decode(body: bytes) -> dict[str, Any]:
