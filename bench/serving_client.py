@@ -200,7 +200,7 @@ class Client:
                 return connection
         tls = self._url.scheme == "https"
         _, connection = await asyncio.get_running_loop().create_connection(
-            Connection, self._url.hostname, self._url.port or (443 if tls else 80), ssl=tls or None
+            Connection, str(self._url.hostname), self._url.port or (443 if tls else 80), ssl=tls or None
         )
         return connection
 

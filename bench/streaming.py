@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(task: Task, process: psutil.Process, clients: int) -> tuple[float, str]:
-    """Microseconds of CPU an event, and a line about the run."""
+    """Seconds of CPU an event, and a line about the run."""
     before, begin = process.cpu_times(), time.monotonic()
     reports = load(task, clients)
     after, seconds = process.cpu_times(), time.monotonic() - begin
