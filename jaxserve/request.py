@@ -151,6 +151,8 @@ class Request:
     """Tokens that end the answer: the caller's, and the model's EOS ids unless they are ignored."""
     arrival_time: float
     arrival_order: int
+    length_limit: int = field(init=False)
+    """Tokens at which the answer has its max_tokens."""
     group: str = ""
     priority: int = 0
     cache_salt: str | None = None
@@ -190,6 +192,9 @@ class Request:
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.length_limit = self.prompt_len + self.max_tokens
 
     @property
     def num_tokens(self) -> int:

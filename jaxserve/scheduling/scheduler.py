@@ -390,6 +390,6 @@ class Scheduler:
 def _end(request: Request, token: int) -> FinishReason | None:
     if token in request.stop_ids:
         return FinishReason.STOP
-    if request.num_output_tokens >= request.max_tokens:
+    if len(request.token_ids) >= request.length_limit:
         return FinishReason.LENGTH
     return None
