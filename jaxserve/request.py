@@ -238,6 +238,8 @@ class Request:
     arrival_order: int
     has_options: bool
     """``sampling.has_options``, which is asked for every step."""
+    length_limit: int = field(init=False)
+    """Tokens at which the answer has its max_tokens."""
     group: str = ""
     priority: int = 0
     cache_salt: str | None = None
@@ -277,6 +279,9 @@ class Request:
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.length_limit = self.prompt_len + self.max_tokens
 
     @property
     def num_tokens(self) -> int:

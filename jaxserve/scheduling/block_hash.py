@@ -26,4 +26,4 @@ def root_name(**circumstances: str) -> bytes:
 
 def block_name(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The name of a full block of these tokens that follows ``parent``."""
-    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES, person=b"block").digest()
+    return blake2b(parent + array("i", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()

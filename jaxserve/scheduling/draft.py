@@ -57,6 +57,5 @@ def is_prefill(request: Request, count: int) -> bool:
 
 def wanted_tokens(request: Request) -> int:
     """Tokens the request could compute now; none if the last token it may have is already in flight."""
-    if request.num_output_tokens + request.num_in_flight >= request.max_tokens:
-        return 0
-    return request.num_tokens - request.num_computed_tokens
+    known = len(request.token_ids) + request.num_in_flight
+    return 0 if known >= request.length_limit else known - request.num_computed_tokens

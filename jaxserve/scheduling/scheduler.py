@@ -400,6 +400,6 @@ def _row_sampling(request: Request) -> RowSampling:
 def _end(request: Request, token: int) -> FinishReason | None:
     if token in request.stop_ids:
         return FinishReason.STOP
-    if request.num_output_tokens >= request.max_tokens:
+    if len(request.token_ids) >= request.length_limit:
         return FinishReason.LENGTH
     return None
