@@ -13,6 +13,7 @@ from litestar.exceptions import InternalServerException
 from litestar.handlers.base import BaseRouteHandler
 from litestar.response import Stream
 
+from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
@@ -128,6 +129,7 @@ def begin(
     chat: bool,
 ) -> Generation:
     """Lets the call in, or raises ``RequestError``."""
+    sampling = with_bad_words(sampling, context.tokenizer)
     request_id = new_id(kind)
     requests = validate.admit(request_id, prompts, sampling, context.client.info, context.draw_seed, chat=chat)
     options = body.stream_options

@@ -60,7 +60,11 @@ def check(decode, prefill, bucket: Bucket) -> None:
         _check_token(inputs, index, item.slot, token, item.seq_len - 1)
         assert at.decode_seq_lens[index] == item.seq_len
         assert at.decode_block_tables[index].tolist() == table(item.slot)
-        assert inputs.wanted[index] == index and inputs.rows[:, index].tolist() == [item.slot, item.seq_len]
+        assert inputs.wanted[index] == index and inputs.rows[:, index].tolist() == [
+            item.slot,
+            item.seq_len,
+            item.samples,
+        ]
     start = 0
     for row, item in enumerate(prefill):
         first = item.seq_len - len(item.token_ids)
@@ -72,7 +76,7 @@ def check(decode, prefill, bucket: Bucket) -> None:
         assert at.prefill_seq_lens[row] == item.seq_len
         assert at.prefill_block_tables[row].tolist() == table(item.slot)
         assert inputs.wanted[place] == bucket.decode_rows + start - 1, "the last token of the chunk"
-        assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len]
+        assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len, item.samples]
     assert (at.query_start_loc[len(prefill) :] == start).all()
 
     padding = _others(bucket.tokens, len(decode), bucket.decode_rows, start)
@@ -81,7 +85,7 @@ def check(decode, prefill, bucket: Bucket) -> None:
     assert not at.decode_seq_lens[len(decode) :].any() and not at.decode_block_tables[len(decode) :].any()
     assert not at.prefill_seq_lens[len(prefill) :].any() and not at.prefill_block_tables[len(prefill) :].any()
     padding = _others(bucket.rows, len(decode), bucket.decode_rows, len(prefill))
-    assert (inputs.rows[0, padding] == SLOTS).all() and not inputs.rows[1, padding].any()
+    assert (inputs.rows[0, padding] == SLOTS).all() and not inputs.rows[1:, padding].any()
     assert inputs.wanted.shape == (bucket.rows,) and (inputs.wanted < bucket.tokens).all()
 
 
