@@ -106,7 +106,7 @@ def test_the_likeliest_tokens_are_enough_where_it_is_said(kind, length, monkeypa
         if complete[row]:
             np.testing.assert_array_equal(got[~close], expected[~close])
         else:
-            assert expected.sum() >= length, "there are more"
+            assert expected.sum() >= length or length < k < VOCAB
         enough += complete[row]
     assert enough == len(options) if length == VOCAB else 0 < enough < len(options)
 
