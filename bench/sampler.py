@@ -77,7 +77,7 @@ def make_state(count: int, vocab: int, case: Case) -> tuple[BatchState, OptionsS
     words = [sampling_words(RowSampling(sampling, seed, 0)) for seed in range(count + 1)]
     state = BatchState(jnp.zeros((1, count + 1, 1), jnp.int32), jnp.zeros(count + 1, jnp.int32), jnp.asarray(words))
     empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), options_shapes(count, vocab))
-    [packed] = pack_row(0, RowSampling(sampling, 0, 0), options)
+    [packed] = pack_row(0, sampling, options)
     one = jax.jit(load_row)(empty, packed)
     return state, jax.tree.map(lambda a: jnp.broadcast_to(a[:1], a.shape) + jnp.zeros_like(a), one)
 

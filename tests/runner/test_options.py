@@ -10,7 +10,7 @@ import pytest
 from jaxserve.request import SamplingParams
 from jaxserve.runner import options
 from jaxserve.runner.options import OptionsState, adjust, load_row, options_shapes, pack_row, record
-from jaxserve.scheduling.schedule import RowOptions, RowSampling
+from jaxserve.scheduling.schedule import RowOptions
 
 SLOTS, VOCAB = 3, 70
 
@@ -28,7 +28,7 @@ def loaded(rows: dict[int, tuple[SamplingParams, list[int], int]], dirty: bool =
     state = jax.tree.map(lambda a: jnp.full(a.shape, 5 if dirty else 0, a.dtype), options_shapes(SLOTS, VOCAB))
     for slot, (params, tokens, prompt_len) in rows.items():
         row = RowOptions(tokens, prompt_len, frozenset(params.stop_token_ids))
-        for packed in pack_row(slot, RowSampling(params, 0, 0, row), row):
+        for packed in pack_row(slot, params, row):
             state = load(state, packed)
     return state
 
