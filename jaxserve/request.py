@@ -134,8 +134,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError("allowed_token_ids must hold at least one id")
         if len(self.bad_words) > MAX_BAD_WORDS or len(self.bad_words_token_ids) > MAX_BAD_WORDS_TOKENISED:
             raise ValueError(f"bad_words may hold at most {MAX_BAD_WORDS} words")
-        if not all(self.bad_words) or not all(self.bad_words_token_ids):
-            raise ValueError("bad_words must not be empty")
+        if any(not 0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words) or not all(self.bad_words_token_ids):
+            raise ValueError(f"bad_words must have 1 to {MAX_STOP_LENGTH} characters each")
         longest = max(map(len, self.bad_words_token_ids), default=0)
         if longest > MAX_BAD_WORD_TOKENS:
             raise ValueError(f"bad_words may have at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {longest}")

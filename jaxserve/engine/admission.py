@@ -49,6 +49,8 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
         for token in ids:
             if not 0 <= token < info.vocab_size:
                 raise RequestError(f"{name} holds {token}, which is not in [0, {info.vocab_size}).", param=name)
+    if sampling.bad_words and not sampling.bad_words_token_ids:
+        raise RequestError("bad_words must be split into tokens before (with_bad_words).", param="bad_words")
     if sampling.logprobs is not None and sampling.logprobs > info.max_logprobs:
         raise RequestError(
             f"logprobs may ask for at most {info.max_logprobs} tokens, got {sampling.logprobs}.",
@@ -59,6 +61,11 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
         raise RequestError(f"{field} is not supported yet.", param=field, code="unsupported_parameter")
     available = room(len(prompt_token_ids), info)
     if sampling.max_tokens is None:
+        if sampling.min_tokens > available:
+            raise RequestError(
+                f"There is room for {available} tokens after the prompt, fewer than min_tokens={sampling.min_tokens}.",
+                param="min_tokens",
+            )
         return available
     if sampling.max_tokens > available:
         limit = min(info.max_model_len, info.max_kv_tokens)

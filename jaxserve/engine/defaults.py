@@ -20,8 +20,8 @@ from jaxserve.request import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_FIELDS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float}
-_NOT_SUPPORTED = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
+_FIELDS = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+_NOT_SUPPORTED = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1}
 """Fields that would change the answer, and the values that do not."""
 
 

@@ -17,6 +17,7 @@ import msgspec
 from jaxserve.config import EngineConfig
 from jaxserve.demo import demo_model_directory
 from jaxserve.engine.admission import make_requests
+from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.defaults import sampling_defaults
 from jaxserve.engine.messages import TokenOutput
@@ -117,6 +118,7 @@ class LLM:
     def _run(
         self, texts: Sequence[str | None], prompts: list[list[int]], params: SamplingParams
     ) -> list[RequestOutput]:
+        params = with_bad_words(params, self.tokenizer)
         results: list[RequestOutput] = []
         growing: dict[str, _Growing] = {}
         requests = []

@@ -59,6 +59,10 @@ class StopMatcher:
         self._length += len(piece)
         return None
 
+    def skip(self, piece: str) -> None:
+        """Goes past this text, in which no stop string counts; to be called before any other."""
+        self._length += len(piece)
+
     def _advance(self, index: int, char: str) -> int:
         stop, failures, state = self._stops[index], self._failures[index], self._states[index]
         while state and stop[state] != char:
@@ -176,7 +180,10 @@ class ChoiceOutput:
 
     def _add_text(self, piece: str) -> None:
         self._held += piece
-        self._match = self._matcher.feed(piece)
+        if self.num_tokens > self.sampling.min_tokens:
+            self._match = self._matcher.feed(piece)
+        else:
+            self._matcher.skip(piece)
 
     def _settle(self) -> None:
         """Moves what no stop string can cut any more from held to certain; a match decides it all."""

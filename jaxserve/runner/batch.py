@@ -108,14 +108,15 @@ def _pack_prefill(schedule: SchedulerOutput, block_size: int, parts: tuple[np.nd
         starts[row + 1 :] = start = end
         if item.sampling is not None:
             words[row, 0] = 1
-            words[row, 1:] = _sampling_words(item.sampling)
+            words[row, 1:] = sampling_words(item.sampling)
         count, last = len(item.new_blocks), (item.seq_len - 1) // block_size
         new = updates[filled : filled + count]
         new[:, 0], new[:, 1], new[:, 2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
         filled += count
 
 
-def _sampling_words(row: RowSampling) -> np.ndarray:
+def sampling_words(row: RowSampling) -> np.ndarray:
+    """A slot's row of ``BatchState.sampling``."""
     words = np.zeros(SAMPLING_WORDS, np.int32)
     params = row.params
     words[:3] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)

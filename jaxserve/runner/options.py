@@ -15,8 +15,14 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
-from jaxserve.request import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS_TOKENISED, MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
-from jaxserve.scheduling.schedule import RowOptions, RowSampling
+from jaxserve.request import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS_TOKENISED,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from jaxserve.scheduling.schedule import RowOptions
 from pallas_kernels.adjust import SEEN_MAX, Penalties
 
 Array = jax.Array
@@ -37,9 +43,7 @@ class OptionsState(NamedTuple):
 
     seen: Array  # int16 [slots + 1, V], how often generated; the sign: in the prompt
     allowed: Array  # int32 [slots + 1, ceil(V / 32)], a bit a token
-    numbers: (
-        Array  # int32 [slots + 1, NUMBERS]: presence, frequency, repetition (by their bits), first length to stop at
-    )
+    numbers: Array  # int32 [slots + 1, NUMBERS]: three penalties by their bits, and the first length to stop at
     biases: Array  # int32 [slots + 1, 2, MAX_LOGIT_BIASES]: ids, and what is added to their logits (by its bits)
     bad_words: Array  # int32 [slots + 1, MAX_BAD_WORDS_TOKENISED, MAX_BAD_WORD_TOKENS], NONE in front of shorter ones
     stop_ids: Array  # int32 [slots + 1, MAX_STOPS]
@@ -95,9 +99,8 @@ ROW_WORDS = _ENDS[-1]
 """int32 words of ``load_row``'s vector."""
 
 
-def pack_row(slot: int, sampling: RowSampling, options: RowOptions) -> Iterator[np.ndarray]:
+def pack_row(slot: int, params: SamplingParams, options: RowOptions) -> Iterator[np.ndarray]:
     """The vectors for ``load_row`` that make a slot's row, one after the other."""
-    params = sampling.params
     generated = options.token_ids[options.prompt_len :]
     allowed = params.allowed_token_ids or ()
     packed = np.full(ROW_WORDS, NONE, np.int32)
@@ -108,9 +111,8 @@ def pack_row(slot: int, sampling: RowSampling, options: RowOptions) -> Iterator[
     numbers[3] = options.prompt_len + params.min_tokens
     count = len(params.logit_bias)
     biases[:count] = list(params.logit_bias)
-    biases[MAX_LOGIT_BIASES : MAX_LOGIT_BIASES + count] = np.array([*params.logit_bias.values()], np.float32).view(
-        np.int32
-    )
+    values = np.array([*params.logit_bias.values()], np.float32)
+    biases[MAX_LOGIT_BIASES : MAX_LOGIT_BIASES + count] = values.view(np.int32)
     for word, row in zip(params.bad_words_token_ids, bad_words.reshape(-1, MAX_BAD_WORD_TOKENS), strict=False):
         row[-len(word) :] = word
     assert len(options.stop_ids) <= MAX_STOPS, "a model with dozens of EOS ids"

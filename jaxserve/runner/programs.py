@@ -65,7 +65,6 @@ class ProgramBuilder:
         self.state: BatchState = jax.tree.map(
             lambda a: self._shape(a.shape, a.dtype), batch.state_shapes(plan.max_num_seqs, plan.table_width)
         )
-
         self.options: OptionsState = jax.tree.map(
             lambda a: self._shape(a.shape, a.dtype), options.options_shapes(plan.max_num_seqs, model.vocab_size)
         )

@@ -212,7 +212,7 @@ class ModelRunner:
     def _load_options(self, schedule: SchedulerOutput) -> None:
         for item in schedule.prefill:
             if item.sampling is not None and item.sampling.options is not None:
-                for packed in options.pack_row(item.slot, item.sampling, item.sampling.options):
+                for packed in options.pack_row(item.slot, item.sampling.params, item.sampling.options):
                     self._options = self._programs.load_row(self._some_options(), packed)
 
     def _no_mask(self, rows: int) -> jax.Array:

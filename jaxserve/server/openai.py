@@ -12,6 +12,7 @@ from litestar.connection import ASGIConnection
 from litestar.exceptions import InternalServerException
 from litestar.handlers.base import BaseRouteHandler
 
+from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
@@ -141,6 +142,7 @@ def begin(
     """Lets the call in, or raises ``RequestError`` for what can never work, ``Overloaded`` for what cannot work now. Of
     special tokens, those ``shown`` are always in the text."""
     request_id, config, info = new_id(kind), context.config, context.client.info
+    sampling = with_bad_words(sampling, context.tokenizer)
     prompts = validate.truncate(prompts, body.truncate_prompt_tokens, sampling, info)
     drawn = validate.candidates(sampling, body.best_of)
     deadline = context.deadline(body.deadline_ms)

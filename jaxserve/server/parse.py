@@ -17,23 +17,16 @@ logger = logging.getLogger(__name__)
 
 # Known to change the answer, and not done yet. null is always neutral; so are the values named here.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "suffix": ("",),
     "typical_p": (1,),
     "use_beam_search": (False,),

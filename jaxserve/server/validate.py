@@ -18,10 +18,21 @@ from jaxserve.server.structured import structured_spec
 from jaxserve.server.tools import check_tools
 from jaxserve.tokenizer import Tokenizer
 
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What generation_config.json may set for requests that do not."""
-
-COPIED = ("n", "seed", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+COPIED = (
+    "n",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +96,8 @@ def _sampling(
     for name in (*DEFAULTED, *COPIED):
         if (value := getattr(request, name)) is not None:
             values[name] = tuple(value) if isinstance(value, list) else value
+    if request.logit_bias:
+        values["logit_bias"] = _token_biases(request.logit_bias)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     try:
         return SamplingParams(
@@ -93,6 +106,13 @@ def _sampling(
     except ValueError as error:
         # These messages begin with the name of the field.
         raise RequestError(f"{error}.", param=str(error).split()[0]) from None
+
+
+def _token_biases(given: Mapping[str, float]) -> dict[int, float]:
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise RequestError(f"logit_bias must map token ids to numbers; {key[:50]!r} is no id.", param="logit_bias")
+    return {int(key): value for key, value in given.items()}
 
 
 def _check_choices(request: GenerationRequest, config: ServerConfig) -> None:

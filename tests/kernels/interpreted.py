@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    adjust,
     reference,
     sampling,
+    triton_adjust,
     triton_decode,
     triton_norm,
     triton_prefill,
@@ -146,6 +148,29 @@ def test_prefill(name: str, scaled: bool):
     run = jax.jit(reference.prefill_attention, static_argnames=("scale", "window"))
     options = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if scaled else {}
     np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window, **options), atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [70, 5000])
+def test_adjust_logits(vocab: int):
+    rng = np.random.default_rng(0)
+    rows, slots = 5, np.array([3, 0, 2, 1, 3], np.int32)
+    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 4
+    logits[4, 7] = -np.inf
+    seen = rng.choice([0, 0, 1, 2, 300, -(2**15), 3 - 2**15], (4, vocab)).astype(np.int16)
+    allowed = rng.integers(-(2**31), 2**31, (rows, -(-vocab // 32))).astype(np.int32)
+    allowed[0] = -1
+    columns = [[0.5, 0.0, 0.0, -2.0, 0.0], [0.25, 0.0, 0.0, 0.0, 1.0], [1.5, 1.0, 0.8, 1.0, 1.0]]
+    penalties = adjust.Penalties(*np.array(columns, np.float32))
+    expected = jax.jit(adjust.adjust_logits)(logits, seen, slots, penalties, allowed)
+    chunks = -(-vocab // triton_adjust.CHUNK)
+    out, sums = (Argument(np.full(shape, POISON, np.float32)) for shape in (logits.shape, (rows, 2, chunks)))
+    operands = map(Argument, (logits, seen, slots, *penalties, allowed))
+    triton_adjust.adjust_kernel[rows, chunks](
+        *operands, out, sums, VOCAB=vocab, WORDS=allowed.shape[1], CHUNK=triton_adjust.CHUNK, CHUNKS=chunks
+    )
+    np.testing.assert_allclose(out.array, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(triton_adjust.normalizers_of(sums.array), expected[1], rtol=1e-6)
+    assert np.isnan(expected[1]).tolist() == [False] * 4 + [True]
 
 
 def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan):

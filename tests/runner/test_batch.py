@@ -19,13 +19,13 @@ LAST_TOKENS = [900, 901, 902, 903, 904, 905, 0]
 unpack_jit = jax.jit(unpack, static_argnames=("bucket", "block_size"))
 
 
-def request(slot, token_ids, seq_len, *, new_blocks=(), sampling=None) -> ScheduledRequest:
+def request(slot, token_ids, seq_len, *, new_blocks=(), sampling=None, samples=True) -> ScheduledRequest:
     return ScheduledRequest(
         request_id=f"in slot {slot}",
         slot=slot,
         token_ids=list(token_ids),
         seq_len=seq_len,
-        samples=True,
+        samples=samples,
         new_blocks=list(new_blocks),
         wants_logprobs=False,
         sampling=sampling,
@@ -95,7 +95,7 @@ def _check_token(inputs: StepInputs, index: int, slot: int, token: int, position
 
 DECODE = [request(3, [50], 1), request(0, [51], 8), request(5, [52], 9), request(1, [DEVICE_TOKEN], 40)]
 WHOLE = request(2, range(60, 73), 13)
-CHUNK = request(4, range(80, 87), 23)  # tokens 16 to 22
+CHUNK = request(4, range(80, 87), 23, samples=False)  # tokens 16 to 22
 SINGLE = request(1, [90], 1)
 
 
