@@ -30,6 +30,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "prefill_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_prefill",
+        "mosaic_gpu": "pallas_kernels.mosaic_prefill",
     },
     "sample": {
         "reference": "pallas_kernels.sampling",
