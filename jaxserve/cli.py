@@ -106,7 +106,9 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--kv-cache-memory", type=_count, metavar="BYTES", help="size of the KV cache, e.g. 2GiB")
     group.add_argument("--num-gpu-blocks-override", type=_count, metavar="N", help="KV blocks, whatever the memory")
     group.add_argument(
-        "--attention-backend", choices=options.ATTENTION_BACKENDS, help="[auto: GPU triton, CPU reference]"
+        "--attention-backend",
+        choices=options.ATTENTION_BACKENDS,
+        help="[auto: GPU triton, Hopper mosaic_gpu where it can, CPU reference]",
     )
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="[1]")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help="[the user's cache directory]")

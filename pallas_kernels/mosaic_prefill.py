@@ -19,15 +19,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.mosaic_items import ALIGNED, ROWS, WARPGROUPS, Item, ceil_div, plan_items
+
 Array = jax.Array
 Ref = Any
 
-WARPGROUPS = 2
-ROWS = 64
-"""Queries of a warpgroup, the height of its matrix instructions."""
-ITEM_ROWS = WARPGROUPS * ROWS
-ALIGNED = 8
-"""Shared memory of matrix operands is laid out eight rows at a time, and copies into it begin at such rows."""
 LOG2E = 1.4426950408889634
 
 
@@ -39,57 +35,6 @@ class Tuning:
     """Steps of keys and values in shared memory."""
     thread_blocks: int = 132
     """Multiprocessors of an H100 or H200; with fewer, the rest of the blocks only start later."""
-
-
-class Item(NamedTuple):
-    """ITEM_ROWS tokens, of which some are queries of one sequence. All scalars, or all arrays over items."""
-
-    seq: Array
-    token: Array
-    """The first, a multiple of ALIGNED."""
-    begin: Array
-    """The first row that is a query of the sequence; less than ALIGNED."""
-    end: Array
-    """Behind the last row that is."""
-    position: Array
-    """Of the first row in the sequence, if it were a query of it."""
-    length: Array
-    """Of the sequence."""
-    first_step: Array
-    steps: Array
-    """0 for padding tokens, which get zeros; -1 for an item that is not there."""
-
-
-def plan_items(
-    tokens: int, seq_lens: Array, query_start_loc: Array, window: int | None, block_kv: int
-) -> tuple[Array, Array]:
-    """Items, the longest first, as int32 ``[I, 8]`` with the fields of ``Item``, and how many there are, ``[1]``.
-
-    Behind the sequences comes one more that owns the padding tokens.
-    """
-    seqs = seq_lens.shape[0]
-    starts, stops = query_start_loc, jnp.append(query_start_loc[1:], tokens)
-    aligned = starts // ALIGNED * ALIGNED
-    counts = jnp.where(stops > starts, _ceil(stops - aligned, ITEM_ROWS), 0)
-    ends = jnp.cumsum(counts)
-    index = jnp.arange((tokens + (seqs + 1) * (ITEM_ROWS + ALIGNED)) // ITEM_ROWS, dtype=jnp.int32)
-    owner = jnp.minimum(jnp.sum(ends[None] <= index[:, None], axis=1), seqs)
-    token = aligned[owner] + (index - (ends - counts)[owner]) * ITEM_ROWS
-    begin = jnp.maximum(starts[owner] - token, 0)
-    end = jnp.minimum(stops[owner] - token, ITEM_ROWS)
-    seq = jnp.minimum(owner, seqs - 1)
-    position = seq_lens[seq] - (stops[owner] - token)
-    first_step = jnp.zeros_like(index)
-    if window is not None:
-        first_step = jnp.maximum(position + begin - window + 1, 0) // block_kv
-    steps = jnp.where(owner < seqs, _ceil(position + end, block_kv) - first_step, jnp.where(index < ends[-1], 0, -1))
-    fields = Item(seq, token, begin, end, position, seq_lens[seq], first_step, steps)
-    order = jnp.argsort(-steps, stable=True)
-    return jnp.stack(fields, axis=1).astype(jnp.int32)[order], ends[-1:].astype(jnp.int32)
-
-
-def _ceil(a: Any, b: int) -> Any:
-    return (a + b - 1) // b
 
 
 class Softmax(NamedTuple):
@@ -199,7 +144,7 @@ class _Kernel:
             work(item, index % self.heads, done)
             return done + item.steps
 
-        return lax.fori_loop(0, _ceil(total, blocks), one, jnp.int32(0))
+        return lax.fori_loop(0, ceil_div(total, blocks), one, jnp.int32(0))
 
     def _slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.tuning.stages))
@@ -279,7 +224,7 @@ class _Kernel:
         keys = self.tuning.block_kv
         rows = (jnp.where(warpgroup == 0, item.begin, 0), jnp.clip(item.end - warpgroup * ROWS, 0, ROWS))
         position = item.position + warpgroup * ROWS
-        end = jnp.where(rows[1] > 0, _ceil(position + rows[1], keys) - item.first_step, 0)
+        end = jnp.where(rows[1] > 0, ceil_div(position + rows[1], keys) - item.first_step, 0)
         end = jnp.minimum(end, item.steps)
 
         @pl.when(item.steps > 0)
@@ -295,7 +240,7 @@ class _Kernel:
         state = Softmax.start(self.dim)
         if self.window is not None:
             hidden = jnp.maximum(position + ROWS - self.window, 0)
-            whole_from = jnp.clip(_ceil(hidden, keys) - item.first_step, 0, whole_to)
+            whole_from = jnp.clip(ceil_div(hidden, keys) - item.first_step, 0, whole_to)
             state = lax.fori_loop(0, whole_from, step(masked=True), state)
         state = lax.fori_loop(whole_from, whole_to, step(masked=False), state)
         state = lax.fori_loop(whole_to, end, step(masked=True), state)
@@ -446,8 +391,8 @@ def prefill_attention(
     tuning: Tuning = Tuning(),
     interpret: Any = None,
 ) -> Array:
-    """Raises ``ValueError`` for what this kernel cannot do: see ``unsupported``."""
-    reason = unsupported(q.dtype, k_cache.dtype, q.shape[-1], k_cache.shape[1], tuning)
+    """Raises ``ValueError`` for what this kernel cannot do: see ``refusal``."""
+    reason = refusal(q.dtype, k_cache.dtype, q.shape[-1], k_cache.shape[1], tuning)
     if reason is None and (k_scale is not None or v_scale is not None):
         reason = "scales of keys and values"
     if reason is not None:
@@ -475,7 +420,7 @@ def prefill_attention(
     return out[:tokens] if padding else out
 
 
-def unsupported(dtype: Any, cache_dtype: Any, dim: int, block_size: int, tuning: Tuning = Tuning()) -> str | None:
+def refusal(dtype: Any, cache_dtype: Any, dim: int, block_size: int, tuning: Tuning = Tuning()) -> str | None:
     """What of these the kernel does not do."""
     if jnp.dtype(dtype) not in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16)) or dtype != cache_dtype:
         return f"{jnp.dtype(dtype).name} over a cache of {jnp.dtype(cache_dtype).name}"

@@ -84,6 +84,7 @@ class EngineCore:
                 "num_gpu_blocks": str(runner.num_blocks),
                 "cache_dtype": str(plan.dtype),
                 "attention_backend": plan.attention_backend,
+                "prefill_backend": plan.prefill_backend,
             },
             compile_counts=compiles.counts,
         )
