@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -376,6 +377,7 @@ class _Refs:
         plgpu.barrier_wait(self.turn)
 
 
+@partial(jax.jit, static_argnames=("scale", "window", "tuning", "interpret"))
 def prefill_attention(
     q: Array,
     k_cache: Array,

@@ -133,7 +133,8 @@ def _mosaic_refusal(model: ModelConfig, dtype: np.dtype, block_size: int, comput
         return f"needs a Hopper GPU (compute capability 9.0), this one has {compute_capability or 'none'}"
     from pallas_kernels import mosaic_prefill  # here, since no other device needs its imports
 
-    return mosaic_prefill.refusal(dtype, dtype, model.head_dim, block_size)
+    reason = mosaic_prefill.refusal(dtype, dtype, model.head_dim, block_size)
+    return f"does not do {reason}" if reason else None
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> np.dtype:
