@@ -1,6 +1,6 @@
 """Times the attention kernels on a GPU, beside what memory and arithmetic allow.
 
-    python bench/kernels.py [--backend triton] [--json FILE]
+    python bench/kernels.py [--kind prefill] [--backend triton] [--json FILE]
 
 bf16, 32 query heads, 8 KV heads, head size 128, blocks of 16 dealt in random order. A jitted function calls the kernel
 many times, each call fed by the one before and reading another of several caches, so that the L2 cache does not flatter
@@ -30,6 +30,7 @@ import numpy as np
 import pallas_kernels
 from bench.offline import FLOPS, READ_BYTES_S, machine
 
+OPERATIONS = {"decode": "decode_attention", "prefill": "prefill_attention"}
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 CALLS, RUNS = 16, 10
 CACHE_BYTES = 512 << 20
@@ -60,21 +61,35 @@ PREFILL = (Case(1, 1024, 281), Case(1, 4096, 571), Case(1, 16384, 600), Case(4, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--backend", default="triton", choices=pallas_kernels.backends("decode_attention"))
+    known = sorted({b for operation in OPERATIONS.values() for b in pallas_kernels.backends(operation)})
+    parser.add_argument("--backend", choices=known, help="only this one [all kernels for GPUs]")
+    parser.add_argument("--kind", choices=OPERATIONS, help="only these [both]")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     print(machine())
     rows = []
-    for kind, cases, ceiling in (("decode", DECODE, READ_BYTES_S / 1e12), ("prefill", PREFILL, FLOPS / 1e12)):
-        unit = "TB/s" if kind == "decode" else "TFLOP/s"
-        print(f"{kind:>8} {'us':>9} {unit:>8} {'ceiling':>8} {'peer':>7}")
-        for case in cases:
-            seconds = measure(kind, case, arguments.backend)
-            rate = (kv_bytes(case) if kind == "decode" else causal_flops(case)) / seconds / 1e12
-            rows.append({"kind": kind, "case": str(case), "seconds": seconds, unit: rate, "peer": case.peer})
-            print(f"{case!s:>8} {seconds * 1e6:>9.1f} {rate:>8.2f} {ceiling:>8.2f} {case.peer:>7.2f}", flush=True)
+    for kind, operation in OPERATIONS.items():
+        if arguments.kind in (None, kind):
+            for backend in pallas_kernels.backends(operation):
+                if backend == arguments.backend or (arguments.backend is None and backend != "reference"):
+                    rows += table(kind, backend)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def table(kind: str, backend: str) -> list[dict[str, Any]]:
+    """Measures and prints all cases of a kind."""
+    cases, unit, ceiling = (DECODE, "TB/s", READ_BYTES_S) if kind == "decode" else (PREFILL, "TFLOP/s", FLOPS)
+    print(f"{backend} {kind}: {'us':>9} {unit:>8} {'ceiling':>8} {'peer':>7}")
+    rows = []
+    for case in cases:
+        seconds = measure(kind, case, backend)
+        rate = (kv_bytes(case) if kind == "decode" else causal_flops(case)) / seconds / 1e12
+        figures = {"seconds": seconds, unit: rate, "peer": case.peer}
+        rows.append({"kind": kind, "backend": backend, "case": str(case), **figures})
+        label = f"{case!s:>{len(backend) + len(kind) + 2}}"
+        print(f"{label} {seconds * 1e6:>9.1f} {rate:>8.2f} {ceiling / 1e12:>8.2f} {case.peer:>7.2f}", flush=True)
+    return rows
 
 
 def kv_bytes(case: Case) -> int:

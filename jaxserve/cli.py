@@ -191,8 +191,9 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
         help="keep KV blocks for later requests that begin with the same tokens [on]",
     )  # fmt: skip
     group.add_argument(
-        "--attention-backend", choices=options.ATTENTION_BACKENDS, help="[auto: GPU triton, CPU reference]"
-    )
+        "--attention-backend", choices=options.ATTENTION_BACKENDS,
+        help="[auto: GPU triton, Hopper mosaic_gpu where it can, CPU reference]",
+    )  # fmt: skip
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="[1]")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help="[the user's cache directory]")
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "reference", "triton")
+ATTENTION_BACKENDS = ("auto", "reference", "triton", "mosaic_gpu")
 LOAD_FORMATS = ("safetensors", "dummy")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic")

@@ -35,6 +35,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "prefill_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_prefill",
+        "mosaic_gpu": "pallas_kernels.mosaic_prefill",
     },
     "adjust_logits": {
         "reference": "pallas_kernels.adjust",

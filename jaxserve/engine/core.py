@@ -108,6 +108,7 @@ class EngineCore:
                 "cache_dtype": str(plan.dtype),
                 "attention_backend": plan.attention_backend,
                 "enable_prefix_caching": str(prefix_caching),
+                "prefill_backend": plan.prefill_backend,
             },
             compile_counts=compiles.counts,
         )

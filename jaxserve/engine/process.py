@@ -218,8 +218,9 @@ def describe(core: EngineCore) -> str:
     """The engine's size in a line."""
     info, plan = core.info, core.runner.plan
     return (
-        f"{plan.dtype} on {plan.attention_backend} attention, up to {plan.max_num_seqs} sequences at once,"
-        f" {info.max_model_len} tokens each, KV cache of {info.max_kv_tokens} tokens"
+        f"{plan.dtype}, attention on {plan.attention_backend} (prefill on {plan.prefill_backend}),"
+        f" up to {plan.max_num_seqs} sequences at once, {info.max_model_len} tokens each,"
+        f" KV cache of {info.max_kv_tokens} tokens"
     )
 
 

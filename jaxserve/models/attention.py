@@ -46,7 +46,6 @@ class AttentionInputs:
 class _Options(TypedDict):
     scale: float
     window: int | None
-    backend: str
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class AttentionSpec:
 
     mesh: Mesh
     backend: str
+    prefill_backend: str
     scale: float
 
 
@@ -74,13 +74,26 @@ def attend(
     ) -> tuple[Array, tuple[Array, Array]]:
         q, keys, values = pallas_kernels.rope_and_write(qkv, *rope, *cache, at.slot_mapping, backend=spec.backend)
         decode_rows = at.decode_seq_lens.shape[0]
-        options = _Options(scale=spec.scale, window=window, backend=spec.backend)
+        options = _Options(scale=spec.scale, window=window)
         attended = pallas_kernels.decode_attention(
-            q[:decode_rows], keys, values, at.decode_block_tables, at.decode_seq_lens, **options
+            q[:decode_rows],
+            keys,
+            values,
+            at.decode_block_tables,
+            at.decode_seq_lens,
+            backend=spec.backend,
+            **options,
         )
         if at.prefill_seq_lens.shape[0]:
             prefill = pallas_kernels.prefill_attention(
-                q, keys, values, at.prefill_block_tables, at.prefill_seq_lens, at.query_start_loc, **options
+                q,
+                keys,
+                values,
+                at.prefill_block_tables,
+                at.prefill_seq_lens,
+                at.query_start_loc,
+                backend=spec.prefill_backend,
+                **options,
             )
             attended = prefill.at[:decode_rows].add(attended)  # each is zero where the other is not
         tokens, kv_heads, lanes, dim = qkv.shape

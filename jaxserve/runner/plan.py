@@ -42,6 +42,8 @@ class Plan:
     block_size: int
     ladder: Ladder
     attention_backend: str
+    """Of all kernels but prefill attention."""
+    prefill_backend: str
     async_depth: int
     max_logprobs: int
 
@@ -51,8 +53,9 @@ class Plan:
         return -(-self.max_model_len // self.block_size)
 
 
-def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
-    """Decide what the configuration leaves open; raises ``ValueError`` for what cannot be."""
+def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_capability: str = "") -> Plan:
+    """Decide what the configuration leaves open; raises ``ValueError`` for what cannot be. ``compute_capability`` is an
+    NVIDIA GPU's, such as "9.0"."""
     on_gpu = platform == "gpu"
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
@@ -64,15 +67,18 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
         raise ValueError(f"--row-buckets must end with --max-num-seqs ({max_num_seqs}), got {rows}")
     if ladder.token_sizes[-1] != budget:
         raise ValueError(f"--token-buckets must end with --max-num-batched-tokens ({budget}), got {tokens}")
+    dtype = _dtype(config, model, on_gpu)
+    backend, prefill_backend = _backends(config, model, dtype, on_gpu, compute_capability)
     return Plan(
-        dtype=_dtype(config, model, on_gpu),
+        dtype=dtype,
         max_model_len=max_model_len,
         fit_model_len=config.max_model_len == "auto",
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         block_size=config.block_size,
         ladder=ladder,
-        attention_backend=_backend(config, on_gpu),
+        attention_backend=backend,
+        prefill_backend=prefill_backend,
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
     )
@@ -93,13 +99,32 @@ def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:
     return tuple(sorted({*powers, *(p * 3 // 2 for p in powers if p * 3 // 2 < budget)}))
 
 
-def _backend(config: EngineConfig, on_gpu: bool) -> str:
-    """An explicit choice never falls back; auto is Triton on a GPU."""
-    if config.attention_backend == "triton" and not on_gpu:
-        raise ValueError("--attention-backend triton needs an NVIDIA GPU; a CPU has reference")
-    if config.attention_backend != "auto":
-        return config.attention_backend
-    return "triton" if on_gpu else "reference"
+def _backends(
+    config: EngineConfig, model: ModelConfig, dtype: np.dtype, on_gpu: bool, compute_capability: str
+) -> tuple[str, str]:
+    """Of all kernels, and of prefill attention. An explicit choice never falls back; auto is Triton on a GPU, and for
+    prefill attention Mosaic GPU where that can do it."""
+    choice = config.attention_backend
+    if choice in ("triton", "mosaic_gpu") and not on_gpu:
+        raise ValueError(f"--attention-backend {choice} needs an NVIDIA GPU; a CPU has reference")
+    if choice == "reference" or not on_gpu:
+        return "reference", "reference"
+    if choice == "triton":
+        return "triton", "triton"
+    refusal = _mosaic_refusal(model, dtype, config.block_size, compute_capability)
+    if choice == "mosaic_gpu" and refusal:
+        raise ValueError(f"--attention-backend mosaic_gpu: {refusal}")
+    return "triton", "triton" if refusal else "mosaic_gpu"
+
+
+def _mosaic_refusal(model: ModelConfig, dtype: np.dtype, block_size: int, compute_capability: str) -> str | None:
+    """Why prefill attention cannot run on Mosaic GPU."""
+    if not compute_capability.startswith("9."):
+        return f"needs a Hopper GPU (compute capability 9.0), this one has {compute_capability or 'none'}"
+    from pallas_kernels import mosaic_prefill  # here, since no other device needs its imports
+
+    reason = mosaic_prefill.refusal(dtype, dtype, model.head_dim, block_size)
+    return f"does not do {reason}" if reason else None
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> np.dtype:

@@ -59,7 +59,7 @@ class ProgramBuilder:
         self._plan = plan
         self._module = model_module(model.architecture)
         self._replicated = NamedSharding(mesh, P())
-        self._spec = AttentionSpec(mesh, plan.attention_backend, model.head_dim**-0.5)
+        self._spec = AttentionSpec(mesh, plan.attention_backend, plan.prefill_backend, model.head_dim**-0.5)
         self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
         self.state: BatchState = jax.tree.map(

@@ -92,7 +92,7 @@ CASES = [
     )
     for operation, shapes in (("decode_attention", DECODE), ("prefill_attention", PREFILL))
     for name, shape in shapes.items()
-    for backend in pallas_kernels.backends(operation)
+    for backend in ("reference", "triton")
 ]
 
 
