@@ -63,7 +63,12 @@ async def clients(core: EngineCore, directory: Path, number: int) -> AsyncIterat
 def request(max_tokens: int, prompt: int, request_id: str = "the same") -> EngineRequest:
     sampling = SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens)
     return EngineRequest(
-        request_id=request_id, prompt_token_ids=[prompt], sampling=sampling, max_tokens=max_tokens, seed=0
+        request_id=request_id,
+        prompt_token_ids=[prompt],
+        sampling=sampling,
+        max_tokens=max_tokens,
+        seed=0,
+        group=request_id.rsplit("-", 2)[0],
     )
 
 
