@@ -145,11 +145,12 @@ class EngineServer:
         by_client: dict[bytes, list[TokenOutput]] = defaultdict(list)
         for client, output in outputs:
             by_client[client].append(output)
-        now = time.monotonic()
-        for client, last in list(self._last_sent.items()):
-            # An engine that stalls gives no sign of life, so that its health turns bad.
-            if client in by_client or (now - last > SIGN_OF_LIFE_SECONDS and not self._core.stalled):
-                self._send(client, Outputs(by_client[client], self._load(client)))
+        silent: set[bytes] = set()
+        if not self._core.stalled:  # an engine that stalls gives no sign of life, so that its health turns bad
+            silent_since = time.monotonic() - SIGN_OF_LIFE_SECONDS
+            silent = {client for client, last in self._last_sent.items() if last < silent_since}
+        for client in silent | by_client.keys():
+            self._send(client, Outputs(by_client[client], self._load(client)))
 
     def _load(self, client: bytes) -> Load:
         core, scheduler = self._core, self._core.scheduler
