@@ -25,6 +25,8 @@ from pallas_kernels.mosaic_items import ALIGNED, ROWS, WARPGROUPS, Item, ceil_di
 Array = jax.Array
 Ref = Any
 
+WARPS = 4
+"""Of a warpgroup."""
 LOG2E = 1.4426950408889634
 
 
@@ -123,8 +125,11 @@ class _Kernel:
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
             plgpu.set_max_registers(56, action="decrease")
-            steps = self._for_items(items, count, lambda item, head, done: self._load(refs, item, head, done))
-            self._drain(refs, steps)
+
+            @plgpu.warp_map
+            def _(warp: Array) -> None:
+                steps = self._for_items(items, count, lambda item, head, done: self._load(refs, warp, item, head, done))
+                self._drain(refs, warp, steps)
 
     def _for_items(self, items: Ref, count: Ref, work: Callable[[Item, Array, Array], None]) -> Array:
         """Calls ``work`` with each item of this thread block, the head, and how many steps were done before; gives how
@@ -138,7 +143,7 @@ class _Kernel:
             at = jnp.where(exists, index // self.heads, 0)
             item = Item(*(items[at, i] for i in range(len(Item._fields))))
             item = item._replace(
-                token=pl.multiple_of(item.token, ALIGNED),
+                token=lax.div(item.token, jnp.int32(ALIGNED)) * ALIGNED,  # known to be a multiple
                 end=jnp.where(exists, item.end, 0),
                 steps=jnp.where(exists, item.steps, 0),
             )
@@ -150,21 +155,20 @@ class _Kernel:
     def _slot(self, step: Array) -> Array:
         return lax.rem(step, jnp.int32(self.tuning.stages))
 
-    def _load(self, refs: _Refs, item: Item, head: Array, done: Array) -> None:
-        """The loading warpgroup's part of an item."""
+    def _load(self, refs: _Refs, warp: Array, item: Item, head: Array, done: Array) -> None:
+        """A loading warp's part of an item."""
 
         def load_queries() -> None:
             for warpgroup in range(WARPGROUPS):
 
-                @pl.when(done > 0)
+                @pl.when(warp == warpgroup)
                 def _(warpgroup: int = warpgroup) -> None:
-                    plgpu.barrier_wait(refs.q_used.at[warpgroup])
-
-                source = refs.q.at[pl.ds(item.token + warpgroup * ROWS, ROWS), head]
-                plgpu.copy_gmem_to_smem(source, refs.q_smem.at[warpgroup], refs.q_copied.at[warpgroup])
+                    pl.when(done > 0)(lambda: plgpu.barrier_wait(refs.q_used.at[warpgroup]))
+                    source = refs.q.at[pl.ds(item.token + warpgroup * ROWS, ROWS), head]
+                    plgpu.copy_gmem_to_smem(source, refs.q_smem.at[warpgroup], refs.q_copied.at[warpgroup])
 
         def load_keys(step: Array) -> None:
-            self._load_step(refs, item, lax.div(head, jnp.int32(self.heads // self.kv_heads)), step, done + step)
+            self._load_step(refs, warp, item, lax.div(head, jnp.int32(self.heads // self.kv_heads)), step, done + step)
 
         @pl.when(item.steps > 0)
         def _() -> None:
@@ -176,33 +180,13 @@ class _Kernel:
         def _(step: Array) -> None:
             load_keys(step)
 
-    def _drain(self, refs: _Refs, steps: Array) -> None:
-        """Waits until all that was loaded has been used, so that no barrier is left in a phase that nobody saw."""
-
-        @pl.loop(jnp.maximum(steps - self.tuning.stages, 0), steps)
-        def _(use: Array) -> None:
-            plgpu.barrier_wait(refs.k_used.at[self._slot(use)])
-            plgpu.barrier_wait(refs.v_used.at[self._slot(use)])
-
-        @pl.when(steps > 0)
-        def _() -> None:
-            for warpgroup in range(WARPGROUPS):
-                plgpu.barrier_wait(refs.q_used.at[warpgroup])
-
-    def _load_step(self, refs: _Refs, item: Item, kv_head: Array, step: Array, use: Array) -> None:
+    def _load_step(self, refs: _Refs, warp: Array, item: Item, kv_head: Array, step: Array, use: Array) -> None:
+        """Each warp copies its share of a step's stretches: one alone would be the bottleneck."""
         slot = self._slot(use)
-        first_key = (item.first_step + step) * self.tuning.block_kv
-        rows = []
-        for at in range(0, self.tuning.block_kv, self.stretch):
-            key = first_key + at
-            block = jnp.minimum(lax.div(key, jnp.int32(self.block_size)), self.table_width - 1)
-            row = refs.tables[item.seq, block] * self.block_size + lax.rem(key, jnp.int32(self.block_size))
-            needed = key < item.length
-            if self.window is not None:
-                needed &= key + self.stretch > item.position + item.begin - self.window + 1
-            # What is out of range is read as zeros, so that strange blocks bring no NaN.
-            row = jnp.where(needed, row, self.num_blocks * self.block_size)
-            rows.append(pl.multiple_of(row, ALIGNED))
+        stretches = self.tuning.block_kv // self.stretch
+        share = ceil_div(stretches, WARPS)
+        first_key = (item.first_step + step) * self.tuning.block_kv + warp * share * self.stretch
+        rows = [self._cache_row(refs, item, first_key + index * self.stretch) for index in range(share)]
         for source, target, copied, used in (
             (refs.k, refs.k_smem, refs.k_copied, refs.k_used),
             (refs.v, refs.v_smem, refs.v_copied, refs.v_used),
@@ -213,11 +197,36 @@ class _Kernel:
                 plgpu.barrier_wait(used.at[slot])
 
             for index, row in enumerate(rows):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(row, self.stretch), kv_head],
-                    target.at[slot, pl.ds(index * self.stretch, self.stretch)],
-                    copied.at[slot],
-                )
+                at = warp * share + index
+                stretch = source.at[pl.ds(row, self.stretch), kv_head]
+                place = target.at[slot, pl.ds(at * self.stretch, self.stretch)]
+                pl.when(at < stretches)(partial(plgpu.copy_gmem_to_smem, stretch, place, copied.at[slot]))
+
+    def _cache_row(self, refs: _Refs, item: Item, key: Array) -> Array:
+        """Where the stretch of keys that begins with ``key`` lies in the cache; out of range if nobody needs it, which
+        is read as zeros, so that strange blocks bring no NaN."""
+        size = jnp.int32(self.block_size // ALIGNED)
+        group = lax.div(key, jnp.int32(ALIGNED))
+        block = jnp.minimum(lax.div(group, size), self.table_width - 1)
+        needed = key < item.length
+        if self.window is not None:
+            needed &= key + self.stretch > item.position + item.begin - self.window + 1
+        group = refs.tables[item.seq, block] * size + lax.rem(group, size)
+        return jnp.where(needed, group, self.num_blocks * size) * ALIGNED
+
+    def _drain(self, refs: _Refs, warp: Array, steps: Array) -> None:
+        """Waits until all that was loaded has been used, so that no barrier is left in a phase that nobody saw."""
+
+        @pl.loop(jnp.maximum(steps - self.tuning.stages, 0), steps)
+        def _(use: Array) -> None:
+            plgpu.barrier_wait(refs.k_used.at[self._slot(use)])
+            plgpu.barrier_wait(refs.v_used.at[self._slot(use)])
+
+        for warpgroup in range(WARPGROUPS):
+
+            @pl.when((steps > 0) & (warp == warpgroup))
+            def _(warpgroup: int = warpgroup) -> None:
+                plgpu.barrier_wait(refs.q_used.at[warpgroup])
 
     def _attend(self, refs: _Refs, item: Item, head: Array, done: Array) -> None:
         """A computing warpgroup's part of an item."""

@@ -54,7 +54,7 @@ def test_in_the_interpreter(monkeypatch, window):
         return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
     monkeypatch.setattr(mosaic_prefill, "add_product", add_product)  # the interpreter has no accumulator with a value
-    shape = AttentionShape((9, 200), (9, 131), 2, 1, 64, window=window, leading_tokens=3, padding_tokens=2)
+    shape = AttentionShape((9, 200), (9, 131), 2, 1, 64, 32, window, leading_tokens=3, padding_tokens=2)
     run = partial(error, shape, "bfloat16", tuning=Tuning(thread_blocks=2))
     assert run(interpret=plgpu.InterpretGPUParams()) < TOLERANCE["bfloat16"]
 
