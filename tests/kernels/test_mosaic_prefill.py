@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import mosaic_prefill
-from pallas_kernels.mosaic_prefill import Tuning
+from pallas_kernels import mosaic_kernel, mosaic_prefill
+from pallas_kernels.mosaic_kernel import Tuning
 from pallas_kernels.shapes import PREFILL, AttentionShape
 from tests.kernels.test_attention import TOLERANCE, dense, make_inputs
 
@@ -53,7 +53,7 @@ def test_in_the_interpreter(monkeypatch, window):
     def add_product(accumulator, a, b):
         return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
-    monkeypatch.setattr(mosaic_prefill, "add_product", add_product)  # the interpreter has no accumulator with a value
+    monkeypatch.setattr(mosaic_kernel, "add_product", add_product)  # the interpreter has no accumulator with a value
     shape = AttentionShape((9, 200), (9, 131), 2, 1, 64, 32, window, leading_tokens=3, padding_tokens=2)
     run = partial(error, shape, "bfloat16", tuning=Tuning(thread_blocks=2))
     assert run(interpret=plgpu.InterpretGPUParams()) < TOLERANCE["bfloat16"]
