@@ -1,10 +1,10 @@
 """Prefill attention on Hopper's tensor cores through Pallas' Mosaic GPU backend: ragged chunks over block tables.
 
 After FlashAttention 3 (Shah et al., arXiv:2407.08608). A thread block stays on its multiprocessor and works through a
-list of items, each 128 queries of one sequence and head. The four warps of one warpgroup bring keys and values into shared
-memory, a block of the cache a copy of the tensor memory accelerator; two other warpgroups take 64 queries each and turns
-on the tensor cores: while one multiplies, the other computes its softmax. Items are dealt longest first and in serpentine
-order, which evens out causal work.
+list of items, each 128 queries of one sequence and head. The four warps of one warpgroup bring keys and values into
+shared memory, a block of the cache a copy of the tensor memory accelerator; two other warpgroups take 64 queries each
+and turns on the tensor cores: while one multiplies, the other computes its softmax. Items are dealt longest first and
+in serpentine order, which evens out causal work.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ SHAPES = {name: replace(shape, head_dim=64 if shape.head_dim < 64 else 128) for 
 SHAPES |= {
     "items": AttentionShape((700, 300, 64), (300, 129, 64), 8, 2, 128, leading_tokens=70, padding_tokens=13),
     "many": AttentionShape(tuple(range(3, 192, 3)), tuple(range(1, 64)), 8, 2, 128, padding_tokens=3),
-    "long": AttentionShape((5000, 1000, 9000), (700, 1000, 33), 8, 2, 128),
-    "window-4096": AttentionShape((9000, 500), (1000, 500), 8, 2, 128, window=4096, padding_tokens=24),
+    "long": AttentionShape((1500, 9000), (140, 33), 8, 2, 128),
+    "window-4096": AttentionShape((9000, 500), (200, 50), 8, 2, 128, window=4096, padding_tokens=24),
 }
 
 
