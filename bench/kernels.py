@@ -2,7 +2,7 @@
 
     python bench/kernels.py [--kind prefill] [--backend triton] [--json FILE]
 
-bf16, 32 query heads, 8 KV heads, head size 128, blocks of 16 dealt in random order. A jitted function calls the kernel
+bf16, 32 query heads, 8 KV heads, head size 128, blocks dealt in random order. A jitted function calls the kernel
 many times, each call fed by the one before and reading another of several caches, so that the L2 cache does not flatter
 the figure; the time is that of the kernels on the device, from a trace, a call. TB/s counts keys and values once,
 TFLOP/s the causal half of the scores.
@@ -31,7 +31,7 @@ import pallas_kernels
 from bench.offline import FLOPS, READ_BYTES_S, machine
 
 OPERATIONS = {"decode": "decode_attention", "prefill": "prefill_attention"}
-HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
+HEADS, KV_HEADS, DIM = 32, 8, 128
 CALLS, RUNS = 16, 10
 CACHE_BYTES = 512 << 20
 """Together, several times a GPU's L2 cache."""
@@ -64,6 +64,7 @@ def main() -> None:
     known = sorted({b for operation in OPERATIONS.values() for b in pallas_kernels.backends(operation)})
     parser.add_argument("--backend", choices=known, help="only this one [all kernels for GPUs]")
     parser.add_argument("--kind", choices=OPERATIONS, help="only these [both]")
+    parser.add_argument("--block-size", type=int, default=16, help="tokens a block of the cache [16]")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     print(machine())
@@ -72,18 +73,18 @@ def main() -> None:
         if arguments.kind in (None, kind):
             for backend in pallas_kernels.backends(operation):
                 if backend == arguments.backend or (arguments.backend is None and backend != "reference"):
-                    rows += table(kind, backend)
+                    rows += table(kind, backend, arguments.block_size)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def table(kind: str, backend: str) -> list[dict[str, Any]]:
+def table(kind: str, backend: str, block_size: int) -> list[dict[str, Any]]:
     """Measures and prints all cases of a kind."""
     cases, unit, ceiling = (DECODE, "TB/s", READ_BYTES_S) if kind == "decode" else (PREFILL, "TFLOP/s", FLOPS)
     print(f"{backend} {kind}: {'us':>9} {unit:>8} {'ceiling':>8} {'peer':>7}")
     rows = []
     for case in cases:
-        seconds = measure(kind, case, backend)
+        seconds = measure(kind, case, backend, block_size)
         rate = (kv_bytes(case) if kind == "decode" else causal_flops(case)) / seconds / 1e12
         figures = {"seconds": seconds, unit: rate, "peer": case.peer}
         rows.append({"kind": kind, "backend": backend, "case": str(case), **figures})
@@ -100,14 +101,14 @@ def causal_flops(case: Case) -> int:
     return 4 * case.batch * HEADS * DIM * case.length * (case.length + 1) // 2
 
 
-def measure(kind: str, case: Case, backend: str) -> float:
+def measure(kind: str, case: Case, backend: str, block_size: int) -> float:
     """Seconds a call."""
     rng = np.random.default_rng(0)
-    width = -(-case.length // BLOCK)
+    width = -(-case.length // block_size)
     blocks = case.batch * width + 1
     copies = max(1, min(8, CACHE_BYTES // kv_bytes(case)))
     caches = [
-        [random_array((blocks, BLOCK, KV_HEADS, DIM), seed) for seed in (2 * i, 2 * i + 1)] for i in range(copies)
+        [random_array((blocks, block_size, KV_HEADS, DIM), seed) for seed in (2 * i, 2 * i + 1)] for i in range(copies)
     ]
     tables = jnp.asarray(rng.permutation(np.arange(1, blocks)).reshape(case.batch, width).astype(np.int32))
     lens = jnp.full(case.batch, case.length, jnp.int32)
