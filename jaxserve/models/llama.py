@@ -172,9 +172,11 @@ def _layer(
     x, normed = add_norm(x, delta, p["input_norm"])
     qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
     attended, cache = attend(spec, qkv, rope, cache, inputs, window)
-    x, normed = add_norm(x, linear(attended, p["o"], p.get("o_bias"), contract=3), p["post_norm"])
+    delta = linear(attended, p["o"], p.get("o_bias"), contract=3)
+    x, normed = add_norm(x, delta, p["post_norm"])
     gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
-    return x, linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], p["down"], p.get("down_bias")), cache
+    activated = pallas_kernels.swiglu(gate_up, backend=spec.backend)
+    return x, linear(activated, p["down"], p.get("down_bias")), cache
 
 
 def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:

@@ -55,7 +55,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
     max_model_len = _max_model_len(config, model)
     rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
-    tokens = config.token_buckets or doubling(min(budget, 128 if on_gpu else 32), budget, 4)
+    tokens = config.token_buckets or _token_sizes(budget, on_gpu)
     ladder = Ladder(rows, tokens)
     if ladder.max_rows != max_num_seqs:
         raise ValueError(f"--row-buckets must end with --max-num-seqs ({max_num_seqs}), got {rows}")
@@ -91,6 +91,14 @@ def _row_sizes(max_num_seqs: int, on_gpu: bool) -> tuple[int, ...]:
     if not on_gpu or max_num_seqs <= 8:
         return doubling(1, max_num_seqs, 4)
     return (1, *doubling(8, max_num_seqs))
+
+
+def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:
+    """On a GPU so close together that at most a third of a step is padding; a CPU pays more for compiling."""
+    if not on_gpu:
+        return doubling(min(budget, 32), budget, 4)
+    powers = doubling(min(budget, 128), budget)
+    return tuple(sorted({*powers, *(p * 3 // 2 for p in powers if p * 3 // 2 < budget)}))
 
 
 def _backend(config: EngineConfig, on_gpu: bool) -> str:

@@ -65,21 +65,18 @@ class PendingStep:
         schedule: SchedulerOutput,
         bucket: Bucket,
         result: jax.Array,
-        places: list[int],
         max_logprobs: int,
     ) -> None:
         self.schedule = schedule
         self.bucket = bucket
         self._result = result
-        self._places = places
         self._max_logprobs = max_logprobs
 
     def result(self) -> StepOutput:
         """Wait for the step and read it."""
         tokens, logprobs, top_ids, top_logprobs = split_result(np.asarray(self._result), self._max_logprobs)
-        chosen = tokens[self._places].tolist()
         rows = []
-        for place, token, item in zip(self._places, chosen, self.schedule.rows, strict=True):
+        for place, (token, item) in enumerate(zip(tokens.tolist(), self.schedule.rows, strict=False)):
             if not item.samples:
                 rows.append(NO_TOKEN)
             elif token == NON_FINITE:
@@ -170,17 +167,14 @@ class ModelRunner:
 
     def submit(self, schedule: SchedulerOutput) -> PendingStep:
         """Dispatch one step; returns before it has run."""
-        bucket, places = self._place(schedule)
+        bucket = self._bucket(schedule)
         logits, rows = self._forward(schedule, bucket)
         result = self._sample(logits, rows, SamplerVariant(schedule.greedy, schedule.logprobs))
         result.copy_to_host_async()
-        return PendingStep(schedule, bucket, result, places, self.plan.max_logprobs)
+        return PendingStep(schedule, bucket, result, self.plan.max_logprobs)
 
-    def _place(self, schedule: SchedulerOutput) -> tuple[Bucket, list[int]]:
-        """The bucket of a step, and where in it each of the step's rows stands."""
-        decode, prefill = len(schedule.decode), len(schedule.prefill)
-        bucket = self.plan.ladder.choose(decode, schedule.num_prefill_tokens, prefill)
-        return bucket, [*range(decode), *range(bucket.decode_rows, bucket.decode_rows + prefill)]
+    def _bucket(self, schedule: SchedulerOutput) -> Bucket:
+        return self.plan.ladder.choose(len(schedule.decode), schedule.num_prefill_tokens, len(schedule.prefill))
 
     def _forward(self, schedule: SchedulerOutput, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
         packed = batch.pack(schedule, bucket, self.plan.block_size, null_slot=self.plan.max_num_seqs)
@@ -196,8 +190,7 @@ class ModelRunner:
 
     def logits(self, schedule: SchedulerOutput) -> np.ndarray:
         """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""
-        bucket, places = self._place(schedule)
-        return np.asarray(self._forward(schedule, bucket)[0])[places]
+        return np.asarray(self._forward(schedule, self._bucket(schedule))[0])[: len(schedule.rows)]
 
     def block_tables(self) -> np.ndarray:
         """The device's block tables ``[slots, M]``, copied; for looking at, not for the step path."""

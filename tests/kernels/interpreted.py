@@ -11,7 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, sampling, triton_decode, triton_norm, triton_prefill, triton_rope, triton_sampling
+from pallas_kernels import (
+    reference,
+    sampling,
+    triton_decode,
+    triton_norm,
+    triton_prefill,
+    triton_rope,
+    triton_sampling,
+    triton_swiglu,
+)
 from pallas_kernels.shapes import DECODE, PREFILL
 from tests.kernels.interpreter import Argument
 from tests.kernels.test_attention import Inputs, make_inputs
@@ -109,6 +118,15 @@ def test_add_rms_norm(width: int):
     triton_norm.add_rms_norm_kernel[grid](*map(Argument, (x, delta, weight)), *out, **parameters)
     for got, want in zip(out, reference.add_rms_norm(x, delta, weight, eps=1e-5), strict=True):
         np.testing.assert_allclose(got.array, want, atol=1e-6)
+
+
+@pytest.mark.parametrize("width", [64, 1100])
+def test_swiglu(width: int):
+    gate_up = np.random.default_rng(0).standard_normal((3, 2, width), dtype=np.float32)
+    grid, parameters = triton_swiglu.plan_swiglu(gate_up.shape)
+    out = Argument(np.full((3, width), POISON, np.float32))
+    triton_swiglu.swiglu_kernel[grid](Argument(gate_up), out, **parameters)
+    np.testing.assert_allclose(out.array, reference.swiglu(gate_up), atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "scaled"), [*((name, False) for name in PREFILL), ("chunks", True)])
