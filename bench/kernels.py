@@ -3,9 +3,9 @@
     python bench/kernels.py [--backend triton] [--json FILE]
 
 bf16, 32 query heads, 8 KV heads, head size 128, blocks of 16 dealt in random order. A jitted function calls the kernel
-many times, each call fed by the one before and reading another of several caches, so that the L2 cache does not flatter
-the figure; the time is that of the kernels on the device, from a trace, a call. TB/s counts keys and values once,
-TFLOP/s the causal half of the scores.
+as a model's layers do, each call fed by the one before and reading another of several caches, so that the L2 cache does
+not flatter the figure; the time is that of the kernels on the device, from a trace, a call. TB/s counts keys and values
+once, TFLOP/s the causal half of the scores.
 """
 
 from __future__ import annotations
@@ -30,17 +30,23 @@ import pallas_kernels
 from bench.offline import FLOPS, READ_BYTES_S, machine
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
-CALLS, RUNS = 16, 10
+CALLS, RUNS = 32, 5
 CACHE_BYTES = 512 << 20
 """Together, several times a GPU's L2 cache."""
+
+
+Caches = list[list[jax.Array]]
+Chain = Callable[[jax.Array, Caches], jax.Array]
 
 
 @dataclass(frozen=True)
 class Case:
     batch: int
     length: int
-    peer: float
+    peer: float | None = None
     """FlashInfer 0.6.14's TB/s in decode, FlashAttention 3's TFLOP/s in prefill, on the same card."""
+    max_length: int | None = None
+    """What a block table has room for, if more than the length."""
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.length}"
@@ -53,6 +59,7 @@ DECODE = (
     Case(32, 2048, 3.99),
     Case(128, 512, 3.50),
     Case(256, 2048, 4.38),
+    *(Case(batch, 540, max_length=131072) for batch in (1, 8, 32, 64, 128, 256)),
 )
 PREFILL = (Case(1, 1024, 281), Case(1, 4096, 571), Case(1, 16384, 600), Case(4, 2048, 478), Case(16, 512, 269))
 
@@ -66,12 +73,13 @@ def main() -> None:
     rows = []
     for kind, cases, ceiling in (("decode", DECODE, READ_BYTES_S / 1e12), ("prefill", PREFILL, FLOPS / 1e12)):
         unit = "TB/s" if kind == "decode" else "TFLOP/s"
-        print(f"{kind:>8} {'us':>9} {unit:>8} {'ceiling':>8} {'peer':>7}")
+        print(f"{kind:>9} {'us':>9} {unit:>8} {'ceiling':>8} {'peer':>7}")
         for case in cases:
             seconds = measure(kind, case, arguments.backend)
             rate = (kv_bytes(case) if kind == "decode" else causal_flops(case)) / seconds / 1e12
             rows.append({"kind": kind, "case": str(case), "seconds": seconds, unit: rate, "peer": case.peer})
-            print(f"{case!s:>8} {seconds * 1e6:>9.1f} {rate:>8.2f} {ceiling:>8.2f} {case.peer:>7.2f}", flush=True)
+            peer = "" if case.peer is None else f"{case.peer:.2f}"
+            print(f"{case!s:>9} {seconds * 1e6:>9.1f} {rate:>8.2f} {ceiling:>8.2f} {peer:>7}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
@@ -89,34 +97,54 @@ def measure(kind: str, case: Case, backend: str) -> float:
     rng = np.random.default_rng(0)
     width = -(-case.length // BLOCK)
     blocks = case.batch * width + 1
-    copies = max(1, min(8, CACHE_BYTES // kv_bytes(case)))
+    copies = max(1, min(CALLS, CACHE_BYTES // kv_bytes(case)))
     caches = [
         [random_array((blocks, BLOCK, KV_HEADS, DIM), seed) for seed in (2 * i, 2 * i + 1)] for i in range(copies)
     ]
-    tables = jnp.asarray(rng.permutation(np.arange(1, blocks)).reshape(case.batch, width).astype(np.int32))
+    max_length = case.max_length or case.length
+    tables = np.zeros((case.batch, -(-max_length // BLOCK)), np.int32)
+    tables[:, :width] = rng.permutation(np.arange(1, blocks)).reshape(case.batch, width)
     lens = jnp.full(case.batch, case.length, jnp.int32)
-    options = {"scale": DIM**-0.5, "window": None, "backend": backend}
     if kind == "decode":
-        q = random_array((case.batch, HEADS, DIM), 99)
-        call = lambda q, k, v: pallas_kernels.decode_attention(q, k, v, tables, lens, **options)  # noqa: E731
-    else:
-        q = random_array((case.batch * case.length, HEADS, DIM), 99)
-        starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.length
-        call = lambda q, k, v: pallas_kernels.prefill_attention(q, k, v, tables, lens, starts, **options)  # noqa: E731
-    return time_chain(call, q, caches)
+        sizes = {"kv_heads": KV_HEADS, "max_seq_len": max_length, "window": None}
+        chain = decode_chain(jnp.asarray(tables), lens, backend, sizes)
+        return time_chain(chain, random_array((case.batch, HEADS, DIM), 99), caches)
+    starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.length
+    chain = prefill_chain(jnp.asarray(tables), lens, starts, backend)
+    return time_chain(chain, random_array((case.batch * case.length, HEADS, DIM), 99), caches)
+
+
+def decode_chain(tables: jax.Array, lens: jax.Array, backend: str, sizes: dict[str, Any]) -> Chain:
+    """One plan, as in a step, and the layers that go by it."""
+
+    def chain(q: jax.Array, caches: Caches) -> jax.Array:
+        plan = pallas_kernels.plan_decode(lens, backend=backend, **sizes)
+        for index in range(CALLS):
+            cache = caches[index % len(caches)]
+            q, plan = pallas_kernels.decode_attention(q, *cache, tables, lens, plan, scale=DIM**-0.5, backend=backend)
+        return q
+
+    return chain
+
+
+def prefill_chain(tables: jax.Array, lens: jax.Array, starts: jax.Array, backend: str) -> Chain:
+    def chain(q: jax.Array, caches: Caches) -> jax.Array:
+        for index in range(CALLS):
+            cache = caches[index % len(caches)]
+            q = pallas_kernels.prefill_attention(
+                q, *cache, tables, lens, starts, scale=DIM**-0.5, window=None, backend=backend
+            )
+        return q
+
+    return chain
 
 
 def random_array(shape: tuple[int, ...], seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def time_chain(call: Callable[..., jax.Array], q: jax.Array, caches: list[list[jax.Array]]) -> float:
-    @jax.jit
-    def chain(q: jax.Array, caches: Any) -> jax.Array:
-        for index in range(CALLS):
-            q = call(q, *caches[index % len(caches)])
-        return q
-
+def time_chain(chain: Chain, q: jax.Array, caches: Caches) -> float:
+    chain = jax.jit(chain)
     for _ in range(3):
         chain(q, caches).block_until_ready()
     with tempfile.TemporaryDirectory() as directory:
