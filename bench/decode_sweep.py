@@ -1,6 +1,6 @@
 """Times configurations of the decode attention kernels on a GPU with torch and Triton, without jax in between.
 
-    python bench/decode_sweep.py [--only SUBSTRING] [--configs A396,old]
+    python bench/decode_sweep.py [--only SUBSTRING] [--configs A396,D528]
 
 bf16, 32 query heads, 8 KV heads, head size 128, blocks of 16 in random order. A CUDA graph holds a call on each of at
 least 32 caches (as many layers have), so that the L2 cache does not flatter the figure, and one run of the plan; the
@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from pallas_kernels import triton_decode as old
-from pallas_kernels import triton_decode_items as new
-from pallas_kernels.triton_decode_items import Tuning
+from pallas_kernels import triton_decode as new
+from pallas_kernels import triton_decode_plan as plan_module
+from pallas_kernels.triton_decode import Tuning
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 16
 TOKEN_BYTES = 2 * KV_HEADS * DIM * 2
@@ -32,19 +32,20 @@ POOL_BYTES = 24 << 30
 SCALE = DIM**-0.5
 
 CONFIGS = {
-    "A132": Tuning(64, 1, 4, 3, 132),
-    "A396": Tuning(64, 1, 4, 3, 396),
-    "A792": Tuning(64, 1, 4, 3, 792),
-    "A1584": Tuning(64, 1, 4, 3, 1584),
-    "B264": Tuning(64, 1, 4, 4, 264),
-    "C528": Tuning(32, 1, 4, 4, 528),
-    "D528": Tuning(32, 1, 2, 4, 528),
-    "E396": Tuning(64, 2, 4, 3, 396),
-    "F264": Tuning(64, 4, 4, 3, 264),
-    "G792": Tuning(16, 1, 1, 5, 792, least=32),
-    "H396": Tuning(64, 1, 4, 5, 396, prefetch=False),
-    "J132": Tuning(128, 1, 8, 3, 132, least=128),
+    "A132": Tuning(64, 4, 3, 132),
+    "A264": Tuning(64, 4, 3, 264),
+    "A396": Tuning(64, 4, 3, 396),
+    "A132L": Tuning(64, 4, 3, 132),
+    "B132": Tuning(64, 4, 4, 132),
+    "B264": Tuning(64, 4, 4, 264),
+    "C264": Tuning(32, 4, 4, 264),
+    "D264": Tuning(32, 2, 4, 264),
+    "D528": Tuning(32, 2, 4, 528),
+    "G792": Tuning(16, 1, 5, 792),
+    "M132L": Tuning(128, 4, 2, 132),
+    "N132L": Tuning(128, 8, 2, 132),
 }
+"""L: items of at least 128 positions."""
 
 # Name, lengths, positions that the block table is wide for, FlashInfer's TB/s.
 CASES: list[tuple[str, list[int], int, float]] = [
@@ -118,66 +119,37 @@ Step = tuple[Callable[[], Any], Callable[[torch.Tensor, torch.Tensor], Any], lis
 """What is done once, what is done for each cache, and compilations."""
 
 
-def old_steps(p: Problem) -> Step:
-    plan = old.plan_decode(
-        tuple(p.q.shape), tuple(p.caches[0][0].shape), p.width, scale=SCALE, window=None, split_size=None,
-        scaled=False, wide=False,
+def steps(p: Problem, name: str) -> Step:
+    tuning = CONFIGS[name]
+    plan_module.LEAST = 128 if name.endswith("L") else 64
+    plan = plan_module.launch_plan(
+        len(p.lengths), kv_heads=KV_HEADS, programs=tuning.programs, max_seq_len=p.width * BLOCK, window=None,
+        split_size=None,
     )  # fmt: skip
-    rows = (len(p.lengths), KV_HEADS, plan.splits, HEADS // KV_HEADS)
-    split = plan.splits > 1
-    partial = torch.empty(*rows, DIM, device="cuda", dtype=torch.float32) if split else p.out
-    lse = torch.empty(rows, device="cuda")
-    options = dict(num_warps=plan.num_warps, num_stages=plan.num_stages)
-
-    def decode(k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
-        return (p.q, k, v, p.tables, p.lens, p.ones, p.ones, partial, lse)
-
-    def run(k: torch.Tensor, v: torch.Tensor) -> None:
-        old.decode_kernel[plan.grid](*decode(k, v), **plan.decode, **options)
-        if split:
-            old.combine_kernel[plan.combine_grid](partial, lse, p.lens, p.out, **plan.combine, num_warps=4)
-
-    jobs: list[Callable[[], Any]] = [
-        lambda: old.decode_kernel.warmup(*decode(*p.caches[0]), grid=plan.grid, **plan.decode, **options)
-    ]
-    if split:
-        jobs.append(
-            lambda: old.combine_kernel.warmup(
-                partial, lse, p.lens, p.out, grid=plan.combine_grid, **plan.combine, num_warps=4
-            )
-        )
-    return lambda: None, run, jobs
-
-
-def new_steps(p: Problem, tuning: Tuning) -> Step:
-    plan = new.make_plan(
-        tuple(p.q.shape), tuple(p.caches[0][0].shape), p.width, tuning, scale=SCALE, window=None, split_size=None,
+    launch = new.launch_decode(
+        tuple(p.q.shape), tuple(p.caches[0][0].shape), p.width, plan.max_items, tuning, scale=SCALE, window=None,
         scaled=False, wide=False,
     )  # fmt: skip
     items = torch.empty(plan.items_shape, dtype=torch.int32, device="cuda")
-    counters = torch.empty(plan.counters_shape, dtype=torch.int32, device="cuda")
-    partial = torch.empty(plan.partial_shape, device="cuda")
-    lse = torch.empty(plan.partial_shape[:1], device="cuda")
-    options = dict(num_warps=plan.num_warps, num_stages=plan.num_stages)
+    counters = torch.empty(plan.num_counters, dtype=torch.int32, device="cuda")
+    partial = torch.empty(launch.partial_shape, device="cuda")
+    lse = torch.empty((*launch.partial_shape[:3], 4), device="cuda")
+    options = dict(launch.parameters, num_warps=launch.num_warps, num_stages=launch.num_stages)
 
     def prepare() -> None:
-        new.plan_kernel[(1,)](p.lens, items, counters, **plan.plan, num_warps=8)
+        plan_module.plan_kernel[(1,)](p.lens, items, counters, **plan.parameters, num_warps=8)
 
     def decode(k: torch.Tensor, v: torch.Tensor) -> tuple[Any, ...]:
-        return (p.q, k, v, p.tables, items, p.ones, p.ones, p.out, partial, lse, counters, p.width)
+        return (p.q, k, v, p.tables, items, p.ones, p.ones, counters, p.out, partial, lse)
 
     def run(k: torch.Tensor, v: torch.Tensor) -> None:
-        new.decode_kernel[plan.grid](*decode(k, v), **plan.decode, **options)
+        new.decode_kernel[launch.grid](*decode(k, v), **options)
 
     jobs = [
-        lambda: new.plan_kernel.warmup(p.lens, items, counters, grid=(1,), **plan.plan, num_warps=8),
-        lambda: new.decode_kernel.warmup(*decode(*p.caches[0]), grid=plan.grid, **plan.decode, **options),
+        lambda: plan_module.plan_kernel.warmup(p.lens, items, counters, grid=(1,), **plan.parameters, num_warps=8),
+        lambda: new.decode_kernel.warmup(*decode(*p.caches[0]), grid=launch.grid, **options),
     ]
     return prepare, run, jobs
-
-
-def steps(p: Problem, name: str) -> Step:
-    return old_steps(p) if name == "old" else new_steps(p, CONFIGS[name])
 
 
 def time_call(p: Problem, step: Step, replays: int = 5) -> float:
@@ -247,7 +219,7 @@ def precompile(names: list[str], problems: list[Problem]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--configs", default=",".join(["old", *CONFIGS]))
+    parser.add_argument("--configs", default=",".join(CONFIGS))
     arguments = parser.parse_args()
     names = arguments.configs.split(",")
     began = time.monotonic()
