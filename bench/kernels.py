@@ -2,10 +2,10 @@
 
     python bench/kernels.py [--kind prefill] [--backend triton] [--json FILE]
 
-bf16, 32 query heads, 8 KV heads, head size 128, blocks dealt in random order. A jitted function calls the kernel
-many times, each call fed by the one before and reading another of several caches, so that the L2 cache does not flatter
-the figure; the time is that of the kernels on the device, from a trace, a call. TB/s counts keys and values once,
-TFLOP/s the causal half of the scores.
+bf16, 32 query heads, 8 KV heads, head size 128, blocks dealt in random order. A jitted function calls the kernel as a
+model's layers do, each call fed by the one before and reading another of several caches, so that the L2 cache does not
+flatter the figure; the time is that of the kernels on the device, from a trace, a call. TB/s counts keys and values
+once, TFLOP/s the causal half of the scores.
 """
 
 from __future__ import annotations
@@ -32,17 +32,23 @@ from bench.offline import FLOPS, READ_BYTES_S, machine
 
 OPERATIONS = {"decode": "decode_attention", "prefill": "prefill_attention"}
 HEADS, KV_HEADS, DIM = 32, 8, 128
-CALLS, RUNS = 16, 10
+CALLS, RUNS = 32, 5
 CACHE_BYTES = 512 << 20
 """Together, several times a GPU's L2 cache."""
+
+
+Caches = list[list[jax.Array]]
+Chain = Callable[[jax.Array, Caches], jax.Array]
 
 
 @dataclass(frozen=True)
 class Case:
     batch: int
     length: int
-    peer: float
+    peer: float | None = None
     """FlashInfer 0.6.14's TB/s in decode, FlashAttention 3's TFLOP/s in prefill, on the same card."""
+    max_length: int | None = None
+    """What a block table has room for, if more than the length."""
 
     def __str__(self) -> str:
         return f"{self.batch} x {self.length}"
@@ -55,6 +61,7 @@ DECODE = (
     Case(32, 2048, 3.99),
     Case(128, 512, 3.50),
     Case(256, 2048, 4.38),
+    *(Case(batch, 540, max_length=131072) for batch in (1, 8, 32, 64, 128, 256)),
 )
 PREFILL = (Case(1, 1024, 281), Case(1, 4096, 571), Case(1, 16384, 600), Case(4, 2048, 478), Case(16, 512, 269))
 
@@ -89,7 +96,7 @@ def table(kind: str, backend: str, block_size: int) -> list[dict[str, Any]]:
         figures = {"seconds": seconds, unit: rate, "peer": case.peer}
         rows.append({"kind": kind, "backend": backend, "case": str(case), **figures})
         label = f"{case!s:>{len(backend) + len(kind) + 2}}"
-        print(f"{label} {seconds * 1e6:>9.1f} {rate:>8.2f} {ceiling / 1e12:>8.2f} {case.peer:>7.2f}", flush=True)
+        print(f"{label} {seconds * 1e6:>9.1f} {rate:>8.2f} {ceiling / 1e12:>8.2f} {case.peer or '':>7}", flush=True)
     return rows
 
 
@@ -106,34 +113,54 @@ def measure(kind: str, case: Case, backend: str, block_size: int) -> float:
     rng = np.random.default_rng(0)
     width = -(-case.length // block_size)
     blocks = case.batch * width + 1
-    copies = max(1, min(8, CACHE_BYTES // kv_bytes(case)))
+    copies = max(1, min(CALLS, CACHE_BYTES // kv_bytes(case)))
     caches = [
         [random_array((blocks, block_size, KV_HEADS, DIM), seed) for seed in (2 * i, 2 * i + 1)] for i in range(copies)
     ]
-    tables = jnp.asarray(rng.permutation(np.arange(1, blocks)).reshape(case.batch, width).astype(np.int32))
+    max_length = case.max_length or case.length
+    tables = np.zeros((case.batch, -(-max_length // block_size)), np.int32)
+    tables[:, :width] = rng.permutation(np.arange(1, blocks)).reshape(case.batch, width)
     lens = jnp.full(case.batch, case.length, jnp.int32)
-    options = {"scale": DIM**-0.5, "window": None, "backend": backend}
     if kind == "decode":
-        q = random_array((case.batch, HEADS, DIM), 99)
-        call = lambda q, k, v: pallas_kernels.decode_attention(q, k, v, tables, lens, **options)  # noqa: E731
-    else:
-        q = random_array((case.batch * case.length, HEADS, DIM), 99)
-        starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.length
-        call = lambda q, k, v: pallas_kernels.prefill_attention(q, k, v, tables, lens, starts, **options)  # noqa: E731
-    return time_chain(call, q, caches)
+        sizes = {"kv_heads": KV_HEADS, "max_seq_len": max_length, "window": None}
+        chain = decode_chain(jnp.asarray(tables), lens, backend, sizes)
+        return time_chain(chain, random_array((case.batch, HEADS, DIM), 99), caches)
+    starts = jnp.arange(case.batch + 1, dtype=jnp.int32) * case.length
+    chain = prefill_chain(jnp.asarray(tables), lens, starts, backend)
+    return time_chain(chain, random_array((case.batch * case.length, HEADS, DIM), 99), caches)
+
+
+def decode_chain(tables: jax.Array, lens: jax.Array, backend: str, sizes: dict[str, Any]) -> Chain:
+    """One plan, as in a step, and the layers that go by it."""
+
+    def chain(q: jax.Array, caches: Caches) -> jax.Array:
+        plan = pallas_kernels.plan_decode(lens, backend=backend, **sizes)
+        for index in range(CALLS):
+            cache = caches[index % len(caches)]
+            q, plan = pallas_kernels.decode_attention(q, *cache, tables, lens, plan, scale=DIM**-0.5, backend=backend)
+        return q
+
+    return chain
+
+
+def prefill_chain(tables: jax.Array, lens: jax.Array, starts: jax.Array, backend: str) -> Chain:
+    def chain(q: jax.Array, caches: Caches) -> jax.Array:
+        for index in range(CALLS):
+            cache = caches[index % len(caches)]
+            q = pallas_kernels.prefill_attention(
+                q, *cache, tables, lens, starts, scale=DIM**-0.5, window=None, backend=backend
+            )
+        return q
+
+    return chain
 
 
 def random_array(shape: tuple[int, ...], seed: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def time_chain(call: Callable[..., jax.Array], q: jax.Array, caches: list[list[jax.Array]]) -> float:
-    @jax.jit
-    def chain(q: jax.Array, caches: Any) -> jax.Array:
-        for index in range(CALLS):
-            q = call(q, *caches[index % len(caches)])
-        return q
-
+def time_chain(chain: Chain, q: jax.Array, caches: Caches) -> float:
+    chain = jax.jit(chain)
     for _ in range(3):
         chain(q, caches).block_until_ready()
     with tempfile.TemporaryDirectory() as directory:

@@ -4,11 +4,13 @@ Shapes: T tokens, S sequences, M blocks a sequence, N blocks of the cache, B tok
 K KV heads, D head size. A cache is ``[N, B, K, D]``; block 0 belongs to nobody and takes the writes of padding.
 """
 
+from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.dispatch import (
     add_rms_norm,
     adjust_logits,
     backends,
     decode_attention,
+    plan_decode,
     prefill_attention,
     rope_and_write,
     sample,
@@ -16,10 +18,12 @@ from pallas_kernels.dispatch import (
 )
 
 __all__ = [
+    "DecodePlan",
     "add_rms_norm",
     "adjust_logits",
     "backends",
     "decode_attention",
+    "plan_decode",
     "prefill_attention",
     "rope_and_write",
     "sample",

@@ -20,11 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend
+from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend, plan_decode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import linear, rope_frequencies, rope_tables
 from jaxserve.models.weights import Checkpoint
+from pallas_kernels import DecodePlan
 from pallas_kernels.reference import rms_norm
 
 logger = logging.getLogger(__name__)
@@ -181,14 +182,17 @@ def forward(
     x = params["embed"][token_ids]
     delta = jnp.zeros_like(x)  # what the layer before adds to x: the addition is fused with the norm that follows it
     rope = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
+    plans = {window: plan_decode(spec, cache[0], inputs, window) for window in dict.fromkeys(config.windows)}
     new_cache = []
     for layer, layer_cache, window in zip(params["layers"], cache, config.windows, strict=True):
-        x, delta, updated = _layer(layer, layer_cache, x, delta, rope, inputs, config=config, spec=spec, window=window)
+        x, delta, updated, plans[window] = _layer(
+            layer, layer_cache, x, delta, rope, inputs, plans[window], config=config, spec=spec
+        )
         new_cache.append(updated)
     return x + delta, tuple(new_cache)
 
 
-@partial(jax.jit, static_argnames=("config", "spec", "window"), inline=False)
+@partial(jax.jit, static_argnames=("config", "spec"), inline=False)
 def _layer(
     p: Params,
     cache: tuple[Array, Array],
@@ -196,21 +200,21 @@ def _layer(
     delta: Array,
     rope: tuple[Array, Array],
     inputs: AttentionInputs,
+    plan: DecodePlan,
     *,
     config: ModelConfig,
     spec: AttentionSpec,
-    window: int | None,
-) -> tuple[Array, Array, tuple[Array, Array]]:
+) -> tuple[Array, Array, tuple[Array, Array], DecodePlan]:
     """The residual stream ``x[T, D]`` and what is still to be added to it, before and after a layer."""
     add_norm = partial(pallas_kernels.add_rms_norm, eps=config.rms_norm_eps, backend=spec.backend)
     x, normed = add_norm(x, delta, p["input_norm"])
     qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
-    attended, cache = attend(spec, qkv, rope, cache, inputs, window)
+    attended, cache, plan = attend(spec, qkv, rope, cache, inputs, plan)
     delta = linear(attended, p["o"], p.get("o_bias"), contract=3)
     x, normed = add_norm(x, delta, p["post_norm"])
     gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
     activated = pallas_kernels.swiglu(gate_up, backend=spec.backend)
-    return x, linear(activated, p["down"], p.get("down_bias")), cache
+    return x, linear(activated, p["down"], p.get("down_bias")), cache, plan
 
 
 def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:

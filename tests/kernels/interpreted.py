@@ -12,18 +12,20 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    DecodePlan,
     adjust,
     reference,
     sampling,
     triton_adjust,
     triton_decode,
+    triton_decode_plan,
     triton_norm,
     triton_prefill,
     triton_rope,
     triton_sampling,
     triton_swiglu,
 )
-from pallas_kernels.shapes import DECODE, PREFILL
+from pallas_kernels.shapes import DECODE, PREFILL, AttentionShape
 from tests.kernels.interpreter import Argument
 from tests.kernels.test_attention import Inputs, make_inputs
 
@@ -32,34 +34,51 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run me through test_triton.py
 POISON = float("nan")
 
 
-def decode(inputs: Inputs, split_size: int | None = None, scales: tuple[np.ndarray, np.ndarray] | None = None):
-    q, table_width = inputs.q, inputs.block_tables.shape[1]
-    shape = inputs.shape
-    plan = triton_decode.plan_decode(
-        q.shape, inputs.k_cache.shape, table_width, scale=shape.head_dim**-0.5, window=shape.window,
-        split_size=split_size, scaled=scales is not None, wide=True,
-    )  # fmt: skip
-    rows = (q.shape[0], plan.grid[1], plan.splits, q.shape[1] // plan.grid[1])
-    partial = Argument(np.full((*rows, q.shape[2]), POISON, np.float32))
-    lse = Argument(np.full(rows, POISON, np.float32))
-    lens = Argument(np.array(shape.seq_lens, np.int32))
-    k_scale, v_scale = scales or (np.ones(1, np.float32),) * 2
-    operands = [q, inputs.k_cache, inputs.v_cache, inputs.block_tables]
-    triton_decode.decode_kernel[plan.grid](
-        *map(Argument, operands), lens, Argument(k_scale), Argument(v_scale), partial, lse, **plan.decode
+def plan_of(seq_lens, *, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None = None, **options):
+    """What the plan kernel writes: items and counters."""
+    num_seqs = len(seq_lens)
+    programs = options.get("programs", triton_decode.choose_tuning(num_seqs, split_size).programs)
+    launch = triton_decode_plan.launch_plan(
+        num_seqs, kv_heads=kv_heads, programs=programs, max_seq_len=max_seq_len, window=window, split_size=split_size
     )
-    if plan.splits == 1:
-        return partial.array.reshape(q.shape)
-    out = Argument(np.full(q.shape, POISON, np.float32))
-    triton_decode.combine_kernel[plan.combine_grid](partial, lse, lens, out, **plan.combine)
+    items = Argument(np.full(launch.items_shape, -7, np.int32))
+    counters = Argument(np.full(launch.num_counters, -7, np.int32))
+    lens = Argument(np.array(seq_lens, np.int32))
+    triton_decode_plan.plan_kernel[(1,)](lens, items, counters, **launch.parameters)
+    return items, counters
+
+
+def decode(inputs: Inputs, split_size: int | None = None, scales=None, layers: int = 1, **plan) -> np.ndarray:
+    """What the last of several layers gives, all with the same operands."""
+    q, shape, table_width = inputs.q, inputs.shape, inputs.block_tables.shape[1]
+    num_seqs, kv_heads = len(shape.seq_lens), shape.num_kv_heads
+    items, counters = plan_of(
+        shape.seq_lens, kv_heads=kv_heads, max_seq_len=table_width * shape.block_size, window=shape.window,
+        split_size=split_size, **plan,
+    )  # fmt: skip
+    launch = triton_decode.launch_decode(
+        q.shape, inputs.k_cache.shape, table_width, len(items.array) - 1,
+        triton_decode.choose_tuning(num_seqs, split_size), scale=shape.head_dim**-0.5, window=shape.window,
+        scaled=scales is not None, wide=True,
+    )  # fmt: skip
+    operands = (q, inputs.k_cache, inputs.v_cache, inputs.block_tables)
+    factors = scales or (np.ones(1, np.float32),) * 2
+    for _ in range(layers):
+        shapes = (q.shape, launch.partial_shape, (*launch.partial_shape[:3], triton_decode.COPIES.value))
+        out, *scratch = (Argument(np.full(size, POISON, np.float32)) for size in shapes)
+        triton_decode.decode_kernel[launch.grid](
+            *map(Argument, operands), items, *map(Argument, factors), counters, out, *scratch, **launch.parameters
+        )
+        assert not counters.array.any()
     return out.array
 
 
-def expected_decode(inputs: Inputs, **options) -> np.ndarray:
+def expected_decode(inputs: Inputs, **scales) -> np.ndarray:
     shape = inputs.shape
     operands = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables, np.array(shape.seq_lens, np.int32))
-    run = jax.jit(reference.decode_attention, static_argnames=("scale", "window"))
-    return np.asarray(run(*operands, scale=shape.head_dim**-0.5, window=shape.window, **options))
+    plan = DecodePlan((), shape.window, None)
+    run = jax.jit(reference.decode_attention, static_argnames="scale")
+    return np.asarray(run(*operands, plan, scale=shape.head_dim**-0.5, **scales)[0])
 
 
 CASES = [*((name, None) for name in DECODE), *((name, 64) for name in ("gqa", "window-over-chunks", "padding"))]
@@ -69,6 +88,82 @@ CASES = [*((name, None) for name in DECODE), *((name, 64) for name in ("gqa", "w
 def test_decode(name: str, split_size: int | None):
     inputs = make_inputs(DECODE[name])
     np.testing.assert_allclose(decode(inputs, split_size), expected_decode(inputs), atol=1e-5)
+
+
+def test_decode_combines_more_partial_results_than_fit_at_once():
+    """About twenty items of 64 keys, beside a short sequence and none; the second layer meets the counters that the
+    first left."""
+    inputs = make_inputs(AttentionShape((1250, 3, 0), (1, 1, 1), head_dim=64))
+    np.testing.assert_allclose(decode(inputs, layers=2, programs=1000), expected_decode(inputs), atol=1e-5)
+
+
+PLANS = [
+    dict(seq_lens=[540], kv_heads=8, programs=132),
+    dict(seq_lens=[540] * 8, kv_heads=8, programs=132),
+    dict(seq_lens=[0, 1, 63, 64, 65, 0], kv_heads=2, programs=132),
+    dict(seq_lens=[100] * 30 + [7000], kv_heads=8, programs=132),
+    dict(seq_lens=[*range(1, 300, 7)], kv_heads=1, programs=1),
+    dict(seq_lens=[2000, 90, 300], kv_heads=4, programs=528, window=100),
+    dict(seq_lens=[2000, 90, 300], kv_heads=4, programs=528, window=1),
+    dict(seq_lens=[2000, 128, 129, 0], kv_heads=4, split_size=128),
+    dict(seq_lens=[2000, 90, 300, 129], kv_heads=4, split_size=128, window=150),
+]
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_covers_every_key_once(case: dict):
+    check_plan(**case)
+
+
+def test_random_plans_cover_every_key_once():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        longest = int(rng.choice([1, 70, 500, 3000]))
+        check_plan(
+            rng.integers(0, longest + 1, rng.integers(1, 40)).tolist(), kv_heads=int(rng.choice([1, 2, 8])),
+            programs=int(rng.choice([1, 132, 528])), window=rng.choice([None, 1, 50, 1000]),
+            split_size=rng.choice([None, None, 64, 256]),
+        )  # fmt: skip
+
+
+def check_plan(seq_lens: list[int], *, kv_heads: int, window: int | None = None, split_size: int | None = None, **plan):
+    items, counters = plan_of(
+        seq_lens, kv_heads=kv_heads, max_seq_len=3 * 2048 + 1000, window=window, split_size=split_size, **plan
+    )
+    assert not counters.array.any()
+    number = items.array[0, 0]
+    assert len(seq_lens) <= number < len(items.array)
+    mine = items.array[1 : 1 + number]
+    assert sorted(mine[:, 3]) == list(range(number))  # each has a place of its own among the partial results
+    sizes = mine[:, 2] - mine[:, 1]
+    ends = sizes[number - len(seq_lens) :]
+    assert (np.diff(ends) <= 0).all(), "the ends of sequences, longest first"
+    for seq, length in enumerate(seq_lens):
+        own = mine[mine[:, 0] == seq]
+        own = own[np.argsort(own[:, 3])]
+        first, count = own[0, 3], len(own)
+        np.testing.assert_array_equal(own[:, 3], np.arange(first, first + count))
+        assert (own[:, 4:7] == [first, count, length]).all()
+        assert (own[1:, 1] == own[:-1, 2]).all() and own[-1, 2] == length
+        unseen = 0 if window is None else max(0, length - window)
+        grain = split_size or triton_decode_plan.GRAIN
+        assert own[0, 1] == unseen // grain * grain
+        if split_size:
+            assert (own[:-1, 2] - own[:-1, 1] == split_size).all() and own[-1, 2] - own[-1, 1] <= split_size
+
+
+def test_a_plan_cuts_few_sequences_and_of_many_the_longest():
+    """What the shapes that matter most come to, with 8 KV heads: programs for a GPU of 132 SMs."""
+
+    def sizes(seq_lens: list[int], programs: int) -> list[int]:
+        items, _ = plan_of(seq_lens, kv_heads=8, max_seq_len=131072, window=None, programs=programs)
+        mine = items.array[1 : 1 + items.array[0, 0]]
+        return (mine[:, 2] - mine[:, 1]).tolist()
+
+    assert sizes([540], 132) == [64] * 8 + [28]
+    assert sizes([540] * 8, 132) == [272] * 8 + [268] * 8
+    assert sizes([540] * 32, 132) == [540] * 32
+    assert max(sizes([100] * 63 + [16000], 528)) < 1000
 
 
 def test_decode_with_scales():
