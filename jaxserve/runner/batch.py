@@ -53,7 +53,7 @@ class _Layout(NamedTuple):
     appended: slice  # [S] the block that a decoding row goes on in, or -1
     query_start_loc: slice  # [P + 1] counted from the first prefill token
     sampling: slice  # [P, 1 + SAMPLING_WORDS] whether the row takes its slot now, and its sampling words
-    placed: slice  # [U, 3] new blocks of prefill rows: row of the state (out of range: nothing), column, block
+    placed: slice  # [3, U] new blocks of prefill rows: row of the state (out of range: nothing), column, block
     token_ids: slice  # [T]
 
     @classmethod
@@ -97,8 +97,8 @@ def pack(schedule: SchedulerOutput, bucket: Bucket, block_size: int, null_slot: 
 def _pack_prefill(schedule: SchedulerOutput, bucket: Bucket, block_size: int, parts: tuple[np.ndarray, ...]) -> None:
     slots, seq_lens, starts, sampling, placed, tokens = parts
     words = sampling.reshape(-1, 1 + SAMPLING_WORDS)
-    updates = placed.reshape(-1, 3)
-    updates[:, 0] = np.iinfo(np.int32).max
+    updates = placed.reshape(3, -1)
+    updates[0].fill(np.iinfo(np.int32).max)
     start = filled = 0
     for row, item in enumerate(schedule.prefill):
         place = bucket.decode_rows + row
@@ -110,8 +110,8 @@ def _pack_prefill(schedule: SchedulerOutput, bucket: Bucket, block_size: int, pa
             words[row, 0] = 1
             words[row, 1:] = _sampling_words(item.sampling)
         count, last = len(item.new_blocks), (item.seq_len - 1) // block_size
-        new = updates[filled : filled + count]
-        new[:, 0], new[:, 1], new[:, 2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
+        new = updates[:, filled : filled + count]
+        new[0], new[1], new[2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
         filled += count
     starts[len(schedule.prefill) + 1 :] = start
 
@@ -178,7 +178,7 @@ def _update(packed: Array, parts: _Layout, state: BatchState, bucket: Bucket, bl
         column = jnp.where(appended < 0, tables.shape[2], (packed[parts.seq_lens][:split] - 1) // block_size)
         tables = tables.at[0, slots[:split], column].set(appended, mode="drop")
     if bucket.prefill_rows:
-        row, column, block = packed[parts.placed].reshape(-1, 3).T
+        row, column, block = packed[parts.placed].reshape(3, -1)
         tables = tables.at[0, row, column].set(block, mode="drop")
         words = packed[parts.sampling].reshape(-1, 1 + SAMPLING_WORDS)
         taken = jnp.where(words[:, 0] == 1, slots[split:], sampling.shape[0])
