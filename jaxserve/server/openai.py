@@ -135,7 +135,7 @@ def begin(
     requests = validate.admit(
         request_id, prompts, sampling, body, context.client.info, context.draw_seed, deadline, chat=chat
     )
-    context.check_queue(deadline)
+    context.check_queue(deadline, [item for items in requests for item in items])
     options = body.stream_options
     return Generation(
         id=request_id,

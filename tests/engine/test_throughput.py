@@ -27,6 +27,14 @@ def test_only_the_last_seconds_count():
     assert len(throughput._steps) <= WINDOW_SECONDS + 1
 
 
+def test_idle_time_and_steps_that_overlap_do_not_blur_the_rate():
+    throughput = Throughput()
+    throughput.step(0.0, 1.0, 100)
+    throughput.step(0.5, 2.0, 100)  # submitted while the first one ran
+    throughput.step(8.0, 9.0, 100)
+    assert throughput.tokens_per_second() == pytest.approx(100)
+
+
 def test_the_length_of_answers_follows_a_change():
     throughput = Throughput()
     throughput.step(0.0, 1.0, 1)
