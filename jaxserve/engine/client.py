@@ -34,6 +34,8 @@ from jaxserve.engine.messages import (
 from jaxserve.request import EngineRequest
 
 HELLO_INTERVAL = 0.25
+LET_IN_SECONDS = 1.0
+"""A request that was let in and is not sent by then has lost its client."""
 SILENCE_LIMIT = 120.0
 """Seconds without a word from the engine, after which it counts as stuck; longer than any step takes."""
 
@@ -94,6 +96,8 @@ class EngineClient:
         """As the engine said last."""
         self._unheard: deque[EngineRequest] = deque()
         """Requests sent that the engine did not know of then."""
+        self._let_in: dict[str, tuple[float, EngineRequest]] = {}
+        """Requests that ``check_queue`` let in and that were not sent yet, and when."""
         self._death: str | None = None
         self._info: ModelInfo | None = None
         self._last_heard = time.monotonic()
@@ -166,6 +170,8 @@ class EngineClient:
         try:
             self._send(Add(list(requests)))
             self._unheard.extend(requests)
+            for request in requests:
+                self._let_in.pop(request.request_id, None)
             while stream.open:
                 outputs = await stream.take()
                 for output in outputs:
@@ -175,14 +181,19 @@ class EngineClient:
         finally:
             self.abort(list(stream.open))
 
-    def check_queue(self, limits: QueueLimits, deadline: float | None = None) -> None:
-        """Raises ``Overloaded`` if one more request would wait too long, by what the engine said last and what was
-        sent to it since."""
+    def check_queue(
+        self, limits: QueueLimits, deadline: float | None = None, requests: Sequence[EngineRequest] = ()
+    ) -> None:
+        """Raises ``Overloaded`` if one more request would wait too long, by what the engine said last and what was let
+        in since. ``requests`` count as let in from now on; they are about to be generated."""
+        now = time.monotonic()
+        let_in = {key: item for key, item in self._let_in.items() if item[0] > now - LET_IN_SECONDS}
         try:
-            limits.check(self._load, list(self._unheard), deadline)
+            limits.check(self._load, [*self._unheard, *(request for _, request in let_in.values())], deadline)
         except Overloaded as refusal:
             self._send(Refused(refusal.reason))
             raise
+        self._let_in = let_in | {request.request_id: (now, request) for request in requests}
 
     def finish(self, request_id: str, kept_tokens: int) -> None:
         """A stop string has ended this request: the engine is to count this many generated tokens."""

@@ -14,26 +14,29 @@ class Throughput:
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, int]] = deque()
-        """Beginning, end and tokens of the steps in the window."""
+        """End, seconds and tokens of the steps in the window; idle time belongs to none of them."""
+        self._seconds = 0.0
         self._tokens = 0
         self._mean_answer = 0.0
         self._answers = 0
 
     def step(self, submitted: float, collected: float, tokens: int) -> None:
-        self._steps.append((submitted, collected, tokens))
+        begun = max(submitted, self._steps[-1][0]) if self._steps else submitted
+        self._steps.append((collected, collected - begun, tokens))
+        self._seconds += collected - begun
         self._tokens += tokens
-        while self._steps[0][1] < collected - WINDOW_SECONDS:
-            self._tokens -= self._steps.popleft()[2]
+        while self._steps[0][0] < collected - WINDOW_SECONDS:
+            _, seconds, old = self._steps.popleft()
+            self._seconds -= seconds
+            self._tokens -= old
 
     def finished(self, output_tokens: int) -> None:
         self._answers = min(self._answers + 1, ANSWERS_REMEMBERED)
         self._mean_answer += (output_tokens - self._mean_answer) / self._answers
 
     def tokens_per_second(self) -> float:
-        """Prompt tokens computed and tokens generated a second; 0 before the first step."""
-        if not self._steps:
-            return 0.0
-        return self._tokens / max(self._steps[-1][1] - self._steps[0][0], 1e-3)
+        """Prompt tokens computed and tokens generated in a second of work; 0 before the first step."""
+        return self._tokens / max(self._seconds, 1e-3)
 
     def wait_seconds(self, waiting: int, waiting_tokens: int) -> float:
         """How long it takes until this many requests with so many tokens to compute, and their answers, are through;

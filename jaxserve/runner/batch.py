@@ -58,7 +58,7 @@ class _Layout(NamedTuple):
     appended: slice  # [R] the block that a decoding row goes on in, or -1
     query_start_loc: slice  # [P + 1] where prefill rows start among the tokens: first the number of decoding rows
     sampling: slice  # [P, 1 + SAMPLING_WORDS] whether the row takes its slot now, and its sampling words
-    placed: slice  # [U, 3] new blocks of prefill rows: row of the state (out of range: nothing), column, block
+    placed: slice  # [3, U] new blocks of prefill rows: row of the state (out of range: nothing), column, block
     token_ids: slice  # [T]
 
     @classmethod
@@ -92,15 +92,15 @@ def pack(schedule: SchedulerOutput, bucket: Bucket, block_size: int, null_slot: 
     if schedule.prefill:
         _pack_prefill(schedule, block_size, (starts, sampling, placed, tokens))
     else:
-        placed.reshape(-1, 3)[:, 0] = NOWHERE
+        placed.reshape(3, -1)[0].fill(NOWHERE)
     return packed
 
 
 def _pack_prefill(schedule: SchedulerOutput, block_size: int, parts: tuple[np.ndarray, ...]) -> None:
     starts, sampling, placed, tokens = parts
     words = sampling.reshape(-1, 1 + SAMPLING_WORDS)
-    updates = placed.reshape(-1, 3)
-    updates[:, 0] = NOWHERE
+    updates = placed.reshape(3, -1)
+    updates[0].fill(NOWHERE)
     start, filled = len(schedule.decode), 0
     for row, item in enumerate(schedule.prefill):
         end = start + len(item.token_ids)
@@ -110,8 +110,8 @@ def _pack_prefill(schedule: SchedulerOutput, block_size: int, parts: tuple[np.nd
             words[row, 0] = 1
             words[row, 1:] = sampling_words(item.sampling)
         count, last = len(item.new_blocks), (item.seq_len - 1) // block_size
-        new = updates[filled : filled + count]
-        new[:, 0], new[:, 1], new[:, 2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
+        new = updates[:, filled : filled + count]
+        new[0], new[1], new[2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
         filled += count
 
 
@@ -190,7 +190,7 @@ def _update(packed: Array, parts: _Layout, state: BatchState, prefill_slots: Arr
     column = jnp.where(appended < 0, tables.shape[2], (packed[parts.seq_lens] - 1) // block_size)
     tables = tables.at[0, packed[parts.slots], column].set(appended, mode="drop")
     if prefill_slots.shape[0]:
-        row, column, block = packed[parts.placed].reshape(-1, 3).T
+        row, column, block = packed[parts.placed].reshape(3, -1)
         tables = tables.at[0, row, column].set(block, mode="drop")
         words = packed[parts.sampling].reshape(-1, 1 + SAMPLING_WORDS)
         taken = jnp.where(words[:, 0] == 1, prefill_slots, sampling.shape[0])

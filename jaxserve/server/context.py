@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +13,12 @@ from litestar.connection import ASGIConnection
 from jaxserve.config import ServerConfig
 from jaxserve.engine.admission import QueueLimits
 from jaxserve.engine.client import EngineClient
-from jaxserve.request import seed_source
+from jaxserve.request import EngineRequest, RequestError, seed_source
 from jaxserve.server.errors import ApiError
 from jaxserve.server.reasoning import ReasoningFormat, reasoning_format
 from jaxserve.tokenizer import Tokenizer
+
+MAX_DEADLINE_MS = 24 * 60 * 60 * 1000
 
 
 @dataclass(slots=True)
@@ -46,16 +48,21 @@ class ServerContext:
         return self.config.model_names[0]
 
     def deadline(self, deadline_ms: int | None) -> float | None:
-        """``time.monotonic()`` when an answer that begins now must end, by its client and by the server."""
-        limits = [seconds for seconds in (self.config.request_timeout,) if seconds is not None]
-        if deadline_ms is not None:
-            limits.append(deadline_ms / 1000)
+        """``time.monotonic()`` when an answer that begins now must end, by its client and by the server; raises
+        ``RequestError``."""
+        if deadline_ms is not None and not 1 <= deadline_ms <= MAX_DEADLINE_MS:
+            given = str(deadline_ms)[:20]
+            raise RequestError(
+                f"deadline_ms must be between 1 and {MAX_DEADLINE_MS}, got {given}.", param="deadline_ms"
+            )
+        own = None if deadline_ms is None else deadline_ms / 1000
+        limits = [seconds for seconds in (self.config.request_timeout, own) if seconds is not None]
         return time.monotonic() + min(limits) if limits else None
 
-    def check_queue(self, deadline: float | None = None) -> None:
-        """Raises ``Overloaded`` if a new call would wait too long."""
+    def check_queue(self, deadline: float | None = None, requests: Sequence[EngineRequest] = ()) -> None:
+        """Raises ``Overloaded`` if a new call would wait too long; ``requests`` are those of the call."""
         limits = QueueLimits(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
-        self.client.check_queue(limits, deadline)
+        self.client.check_queue(limits, deadline, requests)
 
     def check_serving(self) -> None:
         """Raises ``ApiError`` 503 unless a new request could be answered now."""

@@ -147,7 +147,7 @@ def begin(
     drawn = validate.candidates(sampling, body.best_of)
     deadline = context.deadline(body.deadline_ms)
     requests = validate.admit(request_id, prompts, drawn, body, info, context.draw_seed, deadline, chat=chat)
-    context.check_queue(deadline)
+    context.check_queue(deadline, [item for items in requests for item in items])
     options = body.stream_options or StreamOptions()
     include_usage = bool(options.include_usage) or config.enable_force_include_usage
     timed = config.enable_per_request_metrics

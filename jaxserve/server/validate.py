@@ -254,8 +254,6 @@ def admit(
     chat: bool,
 ) -> list[list[EngineRequest]]:
     """For each prompt the engine's requests, none when max_tokens is 0; raises ``RequestError``."""
-    if body.deadline_ms is not None and body.deadline_ms < 1:
-        raise RequestError(f"deadline_ms must be at least 1, got {body.deadline_ms}.", param="deadline_ms")
     try:
         if sampling.max_tokens == 0:
             for prompt in prompts:

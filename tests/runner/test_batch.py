@@ -174,3 +174,16 @@ def test_sampling_parameters_arrive_bit_for_bit(seed):
     assert np.asarray(rows.seeds[0]).view(np.int64) == seed, "low word first"
     others = np.arange(SLOTS + 1) != 3
     np.testing.assert_array_equal(after.sampling[others], make_state().sampling[others])
+
+
+def test_cached_blocks_come_along_to_a_slot_however_few_tokens_the_bucket_has():
+    """More blocks than the bucket's tokens could fill, for every row of it."""
+    bucket = Bucket(2, 8, 4)
+    tables = {slot: [50 + WIDTH * slot + column for column in range(WIDTH)] for slot in range(4)}
+    prefill = [
+        request(slot, [5], WIDTH * BLOCK, new_blocks=blocks, sampling=RowSampling(SamplingParams(), 0, 0))
+        for slot, blocks in tables.items()
+    ]
+    inputs, state = run([], prefill, bucket)
+    for slot, blocks in tables.items():
+        assert state.block_tables[0, slot].tolist() == inputs.attention.prefill_block_tables[slot].tolist() == blocks

@@ -8,6 +8,7 @@ import pytest
 
 from jaxserve.request import FinishReason, SamplingParams, Status
 from jaxserve.scheduling.schedule import DEVICE_TOKEN
+from jaxserve.scheduling.swap_space import SwapSpace
 from tests.scheduling.factories import EOS, collect, make_request, make_scheduler, run_all, run_step
 
 
@@ -287,3 +288,51 @@ def test_sc02_something_always_moves_while_requests_wait():
         assert (step is not None) == bool(len(scheduler)), "requests wait and nothing moves"
         if step:
             collect(scheduler, step)
+
+
+# ------------------------------------------------------------------ swap
+
+
+def make_swapping_scheduler(**options):
+    scheduler = make_scheduler(**options)
+    scheduler.swap = SwapSpace(num_blocks=16, blocks_per_program=4, seconds_per_program=1.0)
+    scheduler.swap.seconds_per_token = 1.0
+    return scheduler
+
+
+def test_a_victim_is_swapped_where_that_is_cheaper_and_goes_on_where_it_was():
+    scheduler = make_swapping_scheduler(num_blocks=1 + 5)
+    a, b = (make_request(8, max_tokens=8, request_id=name) for name in "ab")
+    scheduler.add(a)
+    scheduler.add(b)
+    run_step(scheduler)
+    held = list(b.block_ids)
+    step = run_step(scheduler)
+    assert step.preempted == ("b",) and [(s.request_id, s.block_ids) for s in step.swap_out] == [("b", held)]
+    assert b.num_swapped_blocks == 2 and b.num_computed_tokens == 8
+    assert scheduler.swap.num_free == 12, "a program's blocks, whole"
+    while scheduler.get("a"):
+        run_step(scheduler)
+    step = run_step(scheduler)
+    assert sizes(step) == {"b": 1} and [s.block_ids for s in step.swap_in] == [b.block_ids[:2]]
+    assert step.rows[0].new_blocks == b.block_ids and scheduler.swap.num_free == 16
+
+
+def test_short_sequences_and_a_full_host_are_computed_again():
+    swap = SwapSpace(num_blocks=16, blocks_per_program=4, seconds_per_program=1.0)
+    assert not swap.pays(1, 1000), "nobody knows yet what a token costs"
+    swap.seconds_per_token = 0.1
+    assert swap.pays(4, 11) and not swap.pays(4, 10) and not swap.pays(5, 20) and swap.pays(5, 21)
+    swap.take(9)
+    assert swap.num_free == 4 and swap.pays(4, 11) and not swap.pays(5, 1000)
+
+
+def test_what_ends_before_it_was_swapped_is_not_swapped_any_more():
+    scheduler = make_swapping_scheduler()
+    request = make_request(8)
+    scheduler.add(request)
+    run_step(scheduler)
+    scheduler._preempt(request)
+    scheduler.finish(request, FinishReason.ABORT)
+    scheduler.add(make_request(3))
+    assert run_step(scheduler).swap_out == () and scheduler.swap.num_free == 16

@@ -424,6 +424,21 @@ def test_sc05_usage_tells_what_was_cached_until_the_cache_is_reset(tiny: Server,
     assert complete([133] * 33)[0] == 0 and complete([133] * 33)[0] == 32
 
 
+@BOTH_ROUTES
+def test_at_its_deadline_an_answer_ends_with_what_it_has(tiny: Server, route: str) -> None:
+    """Plain and streamed; nobody else notices."""
+    fields = {"completions": {"prompt": "Once"}, "chat": {"messages": [{"role": "user", "content": "Once"}]}}[route]
+    path = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[route]
+    body = {**fields, "max_tokens": 450, "ignore_eos": True, "deadline_ms": 100, "temperature": 0}
+    answer = tiny.http.post(path, json=body).json()
+    [choice] = answer["choices"]
+    assert choice["finish_reason"] == "length" and choice["stop_reason"] == "deadline"
+    assert answer["usage"]["completion_tokens"] < 450
+    events = tiny.http.post(path, json={**body, "stream": True}).text.split("\n\n")
+    [last] = json.loads(events[-3].removeprefix("data: "))["choices"]
+    assert last["finish_reason"] == "length" and last["stop_reason"] == "deadline" and events[-2] == "data: [DONE]"
+
+
 # ------------------------------------------------------------------ metrics and processes
 
 
