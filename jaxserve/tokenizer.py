@@ -62,8 +62,11 @@ class Tokenizer:
         where = Path(chat_template_file) if chat_template_file is not None else directory
         try:
             if chat_template_file:
-                return cls(backend, named_tokens=named, chat_template=where.read_text("utf-8"))
-            default, with_tools = (read_template(directory, config, name) for name in ("default", "tool_use"))
+                sources = [where.read_text("utf-8"), None]
+            else:
+                sources = [read_template(directory, config, name) for name in ("default", "tool_use")]
+            default, with_tools = sources
+            _check_markup(backend, config, f"{default}{with_tools}")
             return cls(backend, named_tokens=named, chat_template=default, tool_template=with_tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"{where}: the chat template cannot be parsed: {error}") from error
@@ -260,6 +263,18 @@ def _named_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if isinstance(text, str):
             named[name] = text
     return named
+
+
+def _check_markup(backend: tokenizers.Tokenizer, config: Mapping[str, Any], templates: str) -> None:
+    """A control token that a template writes must be read as the one token that tokenizer_config.json says it is."""
+    for token_id, token in config.get("added_tokens_decoder", {}).items():
+        text = token["content"]
+        if token.get("special") and text in templates:
+            ids = backend.encode(text, add_special_tokens=False).ids
+            if ids != [int(token_id)]:
+                raise ValueError(
+                    f"the chat template writes {text!r}, token {token_id}, which tokenizer.json reads as {ids}"
+                )
 
 
 def _token_bytes(backend: tokenizers.Tokenizer) -> list[bytes]:

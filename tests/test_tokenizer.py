@@ -101,7 +101,7 @@ def test_special_text_is_parsed_in_a_raw_prompt(llama_3: Tokenizer) -> None:
     assert [i for i in ids if llama_3.is_special(i)] == llama_3.encode("<|eot_id|>", False)
 
 
-def test_a_chat_is_encoded_as_the_library_encodes_its_text(tokenizer: Tokenizer) -> None:
+def test_tk07_a_chat_is_encoded_as_the_library_encodes_its_text(tokenizer: Tokenizer) -> None:
     messages = [
         {"role": "user", "content": "Hello  there\n"},
         {"role": "assistant", "content": " Hi! "},
@@ -218,6 +218,29 @@ def test_template_features_of_transformers(directories: dict[str, Path], tmp_pat
     tokenizer = Tokenizer.load(directories["tiny-llama-3.1"], template)
     ids = tokenizer.encode_chat([{"role": "skip", "content": ""}, {"role": "user", "content": "<é>"}])
     assert tokenizer.decode(ids) == '{"role": "user", "content": "<é>"}4'
+
+
+def test_tk08_control_tokens_of_a_template_are_single_ids(directories: dict[str, Path], tmp_path: Path) -> None:
+    directory = shutil.copytree(directories["tiny-mistral-nemo"], tmp_path / "copy")
+    (directory / "tekken.json").write_text("{}")  # Mistral's own format, which is not read
+    tokenizer = Tokenizer.load(directory)
+    messages = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+    ids = tokenizer.encode_chat(messages)
+    assert ids.count(tokenizer.token_id("[INST]")) == ids.count(tokenizer.token_id("[/INST]")) == 2
+
+
+def test_tk08_a_tokenizer_that_breaks_control_tokens_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
+    directory = shutil.copytree(directories["tiny-mistral-nemo"], tmp_path / "copy")
+    tokenizer = Tokenizer.load(directory)
+    path = directory / "tokenizer_config.json"
+    declared = {str(tokenizer.token_id(text)): {"content": text, "special": True} for text in ("[INST]", "[/INST]")}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added_tokens_decoder": declared}))
+    Tokenizer.load(directory)
+    spec = json.loads((directory / "tokenizer.json").read_text())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] != "[INST]"]
+    (directory / "tokenizer.json").write_text(json.dumps(spec))
+    with pytest.raises(ValueError, match=r"the chat template writes '\[INST\]'"):
+        Tokenizer.load(directory)
 
 
 def test_a_template_of_its_own_for_tools(directories: dict[str, Path], tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
 
 from jaxserve.tokenizer import Tokenizer
 from tests.server import openai_schemas as schemas
@@ -81,27 +83,25 @@ def test_no_body_breaks_the_server(fuzzed: Served, cases: int) -> None:
 
 @pytest.mark.slow
 def test_the_document_against_the_server(llama_3: Tokenizer) -> None:
-    schemathesis = pytest.importorskip("schemathesis")
-    from hypothesis import HealthCheck, Phase, given, settings
-
     seen: collections.Counter[int] = collections.Counter()
     with serve(llama_3, 518, accept_any_model=True) as served:
         served.says("Hi")
         document = schemathesis.openapi.from_dict(served.http.get("/openapi.json").json())
         for route in ROUTES:
-
-            @settings(
-                max_examples=350,
-                deadline=None,
-                database=None,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            )
-            @given(case=document[route]["POST"].as_strategy())
-            def ask(case: Any, route: str = route) -> None:
-                response = served.http.post(route, json=case.body)
-                seen[response.status_code] += 1
-                assert response.status_code < 500, (case.body, response.text)
-
-            ask()
+            ask(served, route, document[route]["POST"].as_strategy(), seen)
     assert seen.total() >= 2000 and seen[200] > 0.3 * seen.total(), seen
+
+
+def ask(served: Served, route: str, cases: Any, seen: collections.Counter[int]) -> None:
+    """Sends bodies that are valid by the document, and counts the answers' statuses."""
+
+    @settings(
+        max_examples=350, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+    )
+    @given(case=cases)
+    def send(case: Any) -> None:
+        response = served.http.post(route, json=case.body)
+        seen[response.status_code] += 1
+        assert response.status_code < 500, (case.body, response.text)
+
+    send()

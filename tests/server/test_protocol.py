@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from math import inf, nan
 from typing import Any
 
 import httpx
@@ -299,6 +300,38 @@ def test_lp07_logprobs_of_chat(served: Served) -> None:
         {"logprobs": True, "top_logprobs": -1},
     ):
         assert error_of(post(served, CHAT, **fields))["param"] == "top_logprobs"
+
+
+def test_lp02_a_streamed_echo_begins_with_the_prompt(served: Served) -> None:
+    served.says(" on and on.")
+    fields: Body = {"prompt": "The river flows", "echo": True, "max_tokens": 40}
+    chunks = stream(served, COMPLETIONS, **fields)
+    assert chunks[0]["choices"][0]["text"] == "The river flows"
+    assert joined(chunks) == plain(served, COMPLETIONS, **fields) == ("The river flows on and on.", "stop", None)
+
+
+@BOTH
+@pytest.mark.parametrize("logprob", [-inf, nan, 1e-6, -1e30])
+def test_lp05_no_number_that_json_does_not_have(served: Served, route: str, logprob: float) -> None:
+    served.says("ab")
+    served.engine.logprob = lambda request: logprob
+    fields: Body = {"logprobs": 2} if route == COMPLETIONS else {"logprobs": True, "top_logprobs": 2}
+    for response in (post(served, route, **fields), post(served, route, stream=True, **fields)):
+        assert response.status_code == 200
+        assert not any(word in response.text for word in ("NaN", "Infinity", "nan", "inf"))
+    values = ok(post(served, route, **fields))["choices"][0]["logprobs"]
+    found = values["token_logprobs"] if route == COMPLETIONS else [entry["logprob"] for entry in values["content"]]
+    assert set(found) <= {-9999.0, 0.0}
+
+
+def test_lp11_alternatives_are_decoded_each_on_its_own(served: Served) -> None:
+    served.says("é")
+    [token] = [token for token in range(256) if served.tokenizer.token_bytes(token) == b"\xc3"]
+    served.says_tokens([token, *encode_answer(served.tokenizer, "a"), served.eos_id])
+    first, *_ = ok(post(served, CHAT, logprobs=True, top_logprobs=5))["choices"][0]["logprobs"]["content"]
+    ids = [token, *(other for other in range(5) if other != token)][:5]  # as the engine's script has it
+    assert [bytes(top["bytes"]) for top in first["top_logprobs"]] == [served.tokenizer.token_bytes(i) for i in ids]
+    assert [top["token"] for top in first["top_logprobs"]] == [served.tokenizer.token_text(i) for i in ids]
 
 
 @BOTH

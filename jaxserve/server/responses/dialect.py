@@ -30,7 +30,10 @@ from jaxserve.server.tool_parsers import CallDelta
 
 
 class ResponsesDialect(Dialect):
-    """One response: the whole of it is what its events add up to."""
+    """One response: the whole of it is what its events add up to.
+
+    Events hold items that go on growing, so each must be encoded before the next is asked for.
+    """
 
     done = b""
 
@@ -147,13 +150,13 @@ class ResponsesDialect(Dialect):
             case CallDelta(id=call_id, name=name):
                 self._open = FunctionCallItem(id=_id("fc"), call_id=call_id, name=name or "")
         self._items.append(self._open)
-        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=_copy(self._open))
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._open)
         if isinstance(self._open, MessageItem):
             self._open.content.append(OutputText(logprobs=[]))
         elif isinstance(self._open, ReasoningItem):
             self._open.content.append(ReasoningText())
         if not isinstance(self._open, FunctionCallItem):
-            part = _copy(self._open.content[0])
+            part = self._open.content[0]
             yield self._item_event("response.content_part.added", content_index=0, part=part)
 
     def _close(self, status: str) -> Iterator[Chunk]:
@@ -205,8 +208,3 @@ class ResponsesDialect(Dialect):
 
 def _id(kind: str) -> str:
     return f"{kind}_{secrets.token_hex(12)}"
-
-
-def _copy[T: msgspec.Struct](value: T) -> T:
-    """As it is now, whatever is added to it before it is written."""
-    return msgspec.convert(msgspec.to_builtins(value), type(value))
