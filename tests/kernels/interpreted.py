@@ -4,6 +4,7 @@ since TRITON_INTERPRET is read when triton is imported and holds for the whole p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import jax
@@ -11,7 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import reference, sampling, triton_decode, triton_norm, triton_prefill, triton_rope, triton_sampling
+from pallas_kernels import (
+    reference,
+    sampling,
+    triton_decode,
+    triton_linear,
+    triton_norm,
+    triton_prefill,
+    triton_rope,
+    triton_sampling,
+)
 from pallas_kernels.shapes import DECODE, PREFILL
 from tests.kernels.interpreter import Argument
 from tests.kernels.test_attention import Inputs, make_inputs
@@ -80,8 +90,10 @@ def test_with_a_fixed_split_size_a_row_is_the_same_bits_in_any_batch():
         np.testing.assert_array_equal(decode(alone, split_size=64)[0], together[row])
 
 
-@pytest.mark.parametrize(("kv_heads", "groups", "dim"), [(2, 4, 16), (1, 1, 48), (3, 3, 64)])
-def test_rope_and_write(kv_heads: int, groups: int, dim: int):
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "dim", "parts"), [(2, 4, 16, 1), (1, 1, 48, 1), (3, 3, 64, 1), (2, 3, 16, 3)]
+)
+def test_rope_and_write(kv_heads: int, groups: int, dim: int, parts: int):
     rng = np.random.default_rng(0)
     tokens, block_size = 7, 8
     qkv = rng.standard_normal((tokens, kv_heads, groups + 2, dim), dtype=np.float32)
@@ -90,10 +102,10 @@ def test_rope_and_write(kv_heads: int, groups: int, dim: int):
     slots = rng.permutation(4 * block_size)[:tokens].astype(np.int32)
     operands = (qkv, np.cos(angles), np.sin(angles), k_cache, v_cache, slots)
     expected = jax.jit(reference.rope_and_write)(*operands)
-    grid, parameters = triton_rope.plan_rope(qkv.shape)
+    grid, parameters = triton_rope.plan_rope(qkv.shape, parts)
     q = Argument(np.full((tokens, kv_heads * groups, dim), POISON, np.float32))
     caches = [Argument(k_cache.copy()), Argument(v_cache.copy())]
-    inputs = [Argument(a) for a in (qkv, np.cos(angles), np.sin(angles), slots)]
+    inputs = [Argument(a) for a in (in_parts(rng, qkv, parts), np.cos(angles), np.sin(angles), slots)]
     triton_rope.rope_kernel[grid](*inputs, *caches, q, **parameters)
     for got, want in zip((q, *caches), expected, strict=True):
         np.testing.assert_allclose(got.array, want, atol=1e-6)
@@ -109,6 +121,53 @@ def test_add_rms_norm(width: int):
     triton_norm.add_rms_norm_kernel[grid](*map(Argument, (x, delta, weight)), *out, **parameters)
     for got, want in zip(out, reference.add_rms_norm(x, delta, weight, eps=1e-5), strict=True):
         np.testing.assert_allclose(got.array, want, atol=1e-6)
+
+
+def in_parts(rng: np.random.Generator, total: np.ndarray, parts: int) -> np.ndarray:
+    """``parts`` arrays whose sum is ``total``, but for rounding."""
+    rest = rng.standard_normal((parts - 1, *total.shape), dtype=np.float32)
+    return np.concatenate([rest, (total - rest.sum(0))[None]])
+
+
+def test_the_sum_of_partial_results_is_normed():
+    rng = np.random.default_rng(0)
+    x, delta = rng.standard_normal((2, 5, 96), dtype=np.float32)
+    weight = rng.standard_normal(96, dtype=np.float32)
+    grid, parameters = triton_norm.plan_add_rms_norm(x.shape, 1e-5, parts=3)
+    out = [Argument(np.full(x.shape, POISON, np.float32)) for _ in range(2)]
+    operands = (x, in_parts(rng, delta, 3), weight)
+    triton_norm.add_rms_norm_kernel[grid](*map(Argument, operands), *out, **parameters)
+    for got, want in zip(out, reference.add_rms_norm(x, delta, weight, eps=1e-5), strict=True):
+        np.testing.assert_allclose(got.array, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("splits", [1, 3, 4])
+def test_linear(swap: bool, splits: int):
+    """Rows that do not fill a tile, and stretches of unequal length (128 / 32 in three)."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((21, 128), dtype=np.float32), rng.standard_normal((128, 64), dtype=np.float32)
+    out = Argument(np.full((splits, 21, 64), POISON, np.float32))
+    triton_linear.linear_kernel[(2, 2, splits)](
+        Argument(x), Argument(w), Argument(w), out, 21, N=64, K=128, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32, SPLITS=splits,
+        SWAP=swap, TMA=False, PREFETCH=0, NEXT_SPLITS=1, NEXT_STRIDE=0, THREADS=128,
+    )  # fmt: skip
+    ends = [128 // 32 * split // splits * 32 for split in range(splits + 1)]
+    for part, (first, last) in zip(out.array, itertools.pairwise(ends), strict=True):
+        np.testing.assert_allclose(part, x[:, first:last] @ w[first:last], atol=1e-4)
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_gated_linear(swap: bool):
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((21, 64), dtype=np.float32), rng.standard_normal((64, 2, 64), dtype=np.float32)
+    out = Argument(np.full((21, 64), POISON, np.float32))
+    triton_linear.gated_linear_kernel[(2, 2)](
+        Argument(x), Argument(w), Argument(w), out, 21, N=64, K=64, BLOCK_M=16, BLOCK_N=32, BLOCK_K=32,
+        SWAP=swap, TMA=False, PREFETCH=0, NEXT_SPLITS=1, NEXT_STRIDE=0, THREADS=128,
+    )  # fmt: skip
+    want = jax.nn.silu(x @ w[:, 0]) * (x @ w[:, 1])
+    np.testing.assert_allclose(out.array, want, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("name", "scaled"), [*((name, False) for name in PREFILL), ("chunks", True)])
