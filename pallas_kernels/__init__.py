@@ -4,6 +4,14 @@ Shapes: T tokens, S sequences, M blocks a sequence, N blocks of the cache, B tok
 K KV heads, D head size. A cache is ``[N, B, K, D]``; block 0 belongs to nobody and takes the writes of padding.
 """
 
-from pallas_kernels.dispatch import add_rms_norm, backends, decode_attention, prefill_attention, rope_and_write, sample
+from pallas_kernels.dispatch import (
+    add_rms_norm,
+    backends,
+    decode_attention,
+    prefill_attention,
+    rope_and_write,
+    sample,
+    swiglu,
+)
 
-__all__ = ["add_rms_norm", "backends", "decode_attention", "prefill_attention", "rope_and_write", "sample"]
+__all__ = ["add_rms_norm", "backends", "decode_attention", "prefill_attention", "rope_and_write", "sample", "swiglu"]

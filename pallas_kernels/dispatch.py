@@ -19,6 +19,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_norm",
     },
+    "swiglu": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_swiglu",
+    },
     "rope_and_write": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_rope",
@@ -58,6 +62,12 @@ def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: 
     """``x + delta`` of ``[T, D]`` each, and its root-mean-square norm times ``weight[D]``: computed in float32, each
     rounded to x's dtype."""
     result: tuple[Array, Array] = _implementation("add_rms_norm", backend)(x, delta, weight, eps=eps)
+    return result
+
+
+def swiglu(gate_up: Array, *, backend: str) -> Array:
+    """``silu(gate_up[:, 0]) * gate_up[:, 1]`` of ``[T, 2, I]``: ``[T, I]`` (Shazeer, arXiv:2002.05202)."""
+    result: Array = _implementation("swiglu", backend)(gate_up)
     return result
 
 
@@ -117,8 +127,9 @@ def prefill_attention(
     """Causal attention of ragged chunks: sequence s owns the queries ``query_start_loc[s]:query_start_loc[s + 1]``.
 
     They are the last of its ``seq_lens[s]`` tokens, all of which are in the cache already. ``q[T, H, D]``,
-    ``block_tables[S, M]``, ``seq_lens[S]``, ``query_start_loc[S + 1]`` -> ``[T, H, D]``; rows past
-    ``query_start_loc[S]`` are padding and give zeros. Scales as in ``decode_attention``.
+    ``block_tables[S, M]``, ``seq_lens[S]``, ``query_start_loc[S + 1]`` -> ``[T, H, D]``; rows before
+    ``query_start_loc[0]`` and from ``query_start_loc[S]`` on are nobody's and give zeros. Scales as in
+    ``decode_attention``.
     """
     run = _implementation("prefill_attention", backend)
     options = {"scale": scale, "window": window, "k_scale": k_scale, "v_scale": v_scale}

@@ -55,6 +55,10 @@ def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float) -> tuple[
     return total, rms_norm(total, weight, eps)
 
 
+def swiglu(gate_up: Array) -> Array:
+    return jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1]
+
+
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotary embedding of ``x[T, heads, D]``, element i paired with i + D / 2 (Su et al., arXiv:2104.09864)."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -20,14 +20,16 @@ class AttentionShape:
     window: int | None = None
     padding_tokens: int = 0
     """Queries of nobody behind the last sequence's."""
+    leading_tokens: int = 0
+    """Queries of nobody before the first sequence's."""
 
     @property
     def num_tokens(self) -> int:
-        return sum(self.query_lens) + self.padding_tokens
+        return self.leading_tokens + sum(self.query_lens) + self.padding_tokens
 
     @property
     def query_start_loc(self) -> tuple[int, ...]:
-        return (0, *accumulate(self.query_lens))
+        return tuple(accumulate(self.query_lens, initial=self.leading_tokens))
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
@@ -81,5 +83,6 @@ PREFILL: dict[str, AttentionShape] = {
     "window-beyond": _prefill((40, 300), (9, 9), window=4096),
     "padding": _prefill((5, 5), (40, 130), (0, 0), (0, 0), padding_tokens=19),
     "padding-window": _prefill((5, 5), (40, 130), (0, 0), (0, 0), padding_tokens=19, window=20),
+    "leading": _prefill((5, 5), (40, 130), padding_tokens=3, leading_tokens=35),
     "all-padding": _prefill((0, 0), (0, 0), padding_tokens=16),
 }

@@ -22,7 +22,8 @@ def prefill_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLE_WIDTH: tl.constexpr,
     SEQS: tl.constexpr, SEQS_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, H): a tile is ROWS queries of one sequence; tiles left over write zeros to padding tokens."""
+    """Grid (tiles, H): a tile is ROWS queries of one sequence; tiles left over write zeros to the tokens before the
+    first sequence's and behind the last one's."""
     index, head = tl.program_id(0), tl.program_id(1)
     row, dim, tile = tl.arange(0, ROWS), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
     all_seqs = tl.arange(0, SEQS_PAD)
@@ -31,10 +32,13 @@ def prefill_kernel(
     tiles = tl.where(all_seqs < SEQS, tl.cdiv(finish - begin, ROWS), 0)
     seq = tl.sum((tl.cumsum(tiles, 0) <= index).to(tl.int32), 0)
     if seq >= SEQS:
-        token = tl.load(starts_ptr + SEQS) + (index - tl.sum(tiles, 0)) * ROWS + row
+        left, leading = index - tl.sum(tiles, 0), tl.load(starts_ptr)
+        behind = left - tl.cdiv(leading, ROWS)
+        token = tl.where(behind < 0, left * ROWS, tl.load(starts_ptr + SEQS) + behind * ROWS) + row
+        nobodys = token < tl.where(behind < 0, leading, TOKENS)
         out = out_ptr + (token[:, None] * HEADS + head) * DIM + dim[None, :]
         zeros = tl.zeros([ROWS, DIM_PAD], out_ptr.dtype.element_ty)
-        tl.store(out, zeros, mask=(token < TOKENS)[:, None] & (dim < DIM)[None, :])
+        tl.store(out, zeros, mask=nobodys[:, None] & (dim < DIM)[None, :])
     else:
         before = tl.sum(tl.where(all_seqs < seq, tiles, 0), 0)
         first_token = tl.load(starts_ptr + seq)
@@ -98,8 +102,8 @@ def plan_prefill(
         DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size, TABLE_WIDTH=table_width, SEQS=seqs,
         SEQS_PAD=triton.next_power_of_2(seqs), ROWS=rows, TILE=tile, PRECISION="ieee" if wide else "tf32",
     )  # fmt: skip
-    # Each sequence may end with a tile that is not full, and the padding with another.
-    grid = (triton.cdiv(tokens, rows) + seqs + 1, heads)
+    # Each sequence may end with a tile that is not full, and so may the tokens before and behind them.
+    grid = (triton.cdiv(tokens, rows) + seqs + 2, heads)
     return grid, parameters, {"num_warps": 8 if rows == 128 else 4, "num_stages": 2 if wide else 3}
 
 

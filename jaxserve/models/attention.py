@@ -7,7 +7,6 @@ from functools import partial
 from typing import TypedDict
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -32,16 +31,16 @@ Array = jax.Array
 )
 @dataclass(frozen=True)
 class AttentionInputs:
-    """Where the T = S + P tokens of a step stand. The first S are single tokens of decoding sequences, the others
-    are the ragged chunks of R prefilling sequences; either part may be empty (S or P is 0)."""
+    """Where the T tokens of a step stand. First come single tokens of decoding sequences, as many as
+    ``query_start_loc[0]`` says and S at most; then the ragged chunks of R prefilling sequences at most (R may be 0)."""
 
     positions: Array  # [T] within the sequence
     slot_mapping: Array  # [T] place in the cache, block * block_size + offset; padding points into block 0
     decode_block_tables: Array  # [S, M]
-    decode_seq_lens: Array  # [S], this token included; 0 for padding
+    decode_seq_lens: Array  # [S], this token included; 0 for rows that do not decode
     prefill_block_tables: Array  # [R, M]
     prefill_seq_lens: Array  # [R], this chunk included
-    query_start_loc: Array  # [R + 1], counted from the first prefill token
+    query_start_loc: Array  # [R + 1], among the T tokens
 
 
 class _Options(TypedDict):
@@ -74,28 +73,16 @@ def attend(
         qkv: Array, cache: tuple[Array, Array], rope: tuple[Array, Array], at: AttentionInputs
     ) -> tuple[Array, tuple[Array, Array]]:
         q, keys, values = pallas_kernels.rope_and_write(qkv, *rope, *cache, at.slot_mapping, backend=spec.backend)
-        split = at.decode_seq_lens.shape[0]
+        decode_rows = at.decode_seq_lens.shape[0]
         options = _Options(scale=spec.scale, window=window, backend=spec.backend)
-        parts = []
-        if split:
-            parts.append(
-                pallas_kernels.decode_attention(
-                    q[:split], keys, values, at.decode_block_tables, at.decode_seq_lens, **options
-                )
+        attended = pallas_kernels.decode_attention(
+            q[:decode_rows], keys, values, at.decode_block_tables, at.decode_seq_lens, **options
+        )
+        if at.prefill_seq_lens.shape[0]:
+            prefill = pallas_kernels.prefill_attention(
+                q, keys, values, at.prefill_block_tables, at.prefill_seq_lens, at.query_start_loc, **options
             )
-        if q.shape[0] > split:
-            parts.append(
-                pallas_kernels.prefill_attention(
-                    q[split:],
-                    keys,
-                    values,
-                    at.prefill_block_tables,
-                    at.prefill_seq_lens,
-                    at.query_start_loc,
-                    **options,
-                )
-            )
-        attended = jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+            attended = prefill.at[:decode_rows].add(attended)  # each is zero where the other is not
         tokens, kv_heads, lanes, dim = qkv.shape
         return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values)
 

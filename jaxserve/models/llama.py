@@ -8,13 +8,15 @@ heads, then key and value), gate and up ``[D, 2, I]``, LM head by vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
@@ -41,6 +43,10 @@ SPECS = {
     "lm_head": P(None, "tp"),
 }
 
+LOADING_THREADS = 8
+"""Layers that are read, copied to the devices and fused there at the same time."""
+_QKV = ("q_proj", "k_proj", "v_proj")
+
 
 def param_shapes(config: ModelConfig) -> Params:
     """The shape of every parameter, in the structure of the parameters."""
@@ -66,67 +72,95 @@ def param_shapes(config: ModelConfig) -> Params:
     return {"layers": tuple(dict(layer) for _ in range(config.num_layers)), **ends}
 
 
-def load_params(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    put: Callable[[np.ndarray, P], Array],
-    progress: Callable[[int], None],
-) -> Params:
-    """Read every parameter; ``put`` places one on the devices, ``progress`` hears how many layers are done."""
+def load_params(checkpoint: Checkpoint, config: ModelConfig, mesh: Mesh, progress: Callable[[int], None]) -> Params:
+    """Read every parameter onto the devices, several layers at a time; ``progress`` hears how many layers are done."""
 
-    def placed(arrays: dict[str, np.ndarray]) -> Params:
-        return {name: put(a, SPECS.get(name, P())) for name, a in arrays.items()}
+    def on_devices(fuse: Callable[[Params], Params], names: Iterable[str]) -> Callable[[Params], Params]:
+        return jax.jit(fuse, out_shardings={name: NamedSharding(mesh, SPECS.get(name, P())) for name in names})
 
-    layers = []
-    for index in range(config.num_layers):
-        layers.append(placed(_read_layer(checkpoint, config, f"model.layers.{index}")))
-        progress(index + 1)
+    names = param_shapes(config)
+    fuse_layer = on_devices(partial(_fuse_layer, config=config), names["layers"][0])
+
+    def load_layer(index: int) -> Params:
+        return fuse_layer(_read_layer(checkpoint, config, f"model.layers.{index}"))
+
+    layers: list[Params] = []
+    with ThreadPoolExecutor(LOADING_THREADS) as pool:
+        try:
+            for layer in pool.map(load_layer, range(config.num_layers)):
+                layers.append(layer)
+                progress(len(layers))
+        except Exception:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     vocab, hidden = config.vocab_size, config.hidden_size
     ends = {
         "embed": checkpoint.get("model.embed_tokens.weight", vocab, hidden),
         "norm": checkpoint.get("model.norm.weight", hidden),
     }
     if not config.tie_word_embeddings:
-        ends["lm_head"] = np.ascontiguousarray(checkpoint.get("lm_head.weight", vocab, hidden).T)
+        ends["lm_head"] = checkpoint.get("lm_head.weight", vocab, hidden)
     elif "lm_head.weight" in checkpoint:
         _check_tied(checkpoint, ends["embed"])
     checkpoint.check_all_read()
-    return {"layers": tuple(layers), **placed(ends)}
+    return {"layers": tuple(layers), **on_devices(_fuse_ends, ends)(ends)}
 
 
 def _read_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> dict[str, np.ndarray]:
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, kv, dim = config.num_heads, config.num_kv_heads, config.head_dim
-    groups = heads // kv
+    """The tensors of a layer as they are stored, by what stands between prefix and kind: ``q_proj.weight``."""
+    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    heads, kv = config.num_heads * dim, config.num_kv_heads * dim
+    layer = {
+        name: checkpoint.get(f"{prefix}.{name}.weight", hidden)
+        for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    for part, biased, projections in (
+        ("self_attn", config.qkv_bias, {"q_proj": (heads, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden)}),
+        ("self_attn", config.o_bias, {"o_proj": (hidden, heads)}),
+        (
+            "mlp",
+            config.mlp_bias,
+            {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)},
+        ),
+    ):
+        for name, shape in projections.items():
+            layer[f"{name}.weight"] = checkpoint.get(f"{prefix}.{part}.{name}.weight", *shape)
+            if biased:
+                layer[f"{name}.bias"] = checkpoint.get(f"{prefix}.{part}.{name}.bias", shape[0])
+    return layer
 
-    def read(name: str, *shape: int) -> np.ndarray:
-        return checkpoint.get(f"{prefix}.{name}", *shape)
 
-    def read_qkv(kind: str, *rest: int) -> np.ndarray:
-        q = read(f"self_attn.q_proj.{kind}", heads * dim, *rest).reshape(kv, groups, dim, *rest)
-        k = read(f"self_attn.k_proj.{kind}", kv * dim, *rest).reshape(kv, 1, dim, *rest)
-        v = read(f"self_attn.v_proj.{kind}", kv * dim, *rest).reshape(kv, 1, dim, *rest)
-        return np.concatenate([q, k, v], axis=1)
+def _fuse_layer(raw: Params, config: ModelConfig) -> Params:
+    """The parameters of a layer from its tensors, in the layout of ``param_shapes``."""
+    kv, dim = config.num_kv_heads, config.head_dim
+    groups = config.num_heads // kv
 
-    def read_gate_up(kind: str, *rest: int) -> np.ndarray:
-        return np.stack([read(f"mlp.{part}_proj.{kind}", inner, *rest) for part in ("gate", "up")])
+    def qkv(kind: str) -> Array:
+        parts = [raw[f"{name}.{kind}"].reshape(kv, -1, dim, *raw[f"{name}.{kind}"].shape[1:]) for name in _QKV]
+        return jnp.concatenate(parts, axis=1)
+
+    def gate_up(kind: str) -> Array:
+        return jnp.stack([raw[f"gate_proj.{kind}"], raw[f"up_proj.{kind}"]])
 
     layer = {
-        "input_norm": read("input_layernorm.weight", hidden),
-        "qkv": read_qkv("weight", hidden).transpose(3, 0, 1, 2),
-        "o": read("self_attn.o_proj.weight", hidden, heads * dim).T.reshape(kv, groups, dim, hidden),
-        "post_norm": read("post_attention_layernorm.weight", hidden),
-        "gate_up": read_gate_up("weight", hidden).transpose(2, 0, 1),
-        "down": read("mlp.down_proj.weight", hidden, inner).T,
+        "input_norm": raw["input_layernorm"],
+        "qkv": qkv("weight").transpose(3, 0, 1, 2),
+        "o": raw["o_proj.weight"].T.reshape(kv, groups, dim, config.hidden_size),
+        "post_norm": raw["post_attention_layernorm"],
+        "gate_up": gate_up("weight").transpose(2, 0, 1),
+        "down": raw["down_proj.weight"].T,
     }
     if config.qkv_bias:
-        layer["qkv_bias"] = read_qkv("bias")
+        layer["qkv_bias"] = qkv("bias")
     if config.o_bias:
-        layer["o_bias"] = read("self_attn.o_proj.bias", hidden)
+        layer["o_bias"] = raw["o_proj.bias"]
     if config.mlp_bias:
-        layer["gate_up_bias"] = read_gate_up("bias")
-        layer["down_bias"] = read("mlp.down_proj.bias", hidden)
-    return {name: np.ascontiguousarray(a) for name, a in layer.items()}
+        layer |= {"gate_up_bias": gate_up("bias"), "down_bias": raw["down_proj.bias"]}
+    return layer
+
+
+def _fuse_ends(raw: Params) -> Params:
+    return {name: array.T if name == "lm_head" else array for name, array in raw.items()}
 
 
 def _check_tied(checkpoint: Checkpoint, embed: np.ndarray) -> None:
@@ -172,9 +206,11 @@ def _layer(
     x, normed = add_norm(x, delta, p["input_norm"])
     qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
     attended, cache = attend(spec, qkv, rope, cache, inputs, window)
-    x, normed = add_norm(x, linear(attended, p["o"], p.get("o_bias"), contract=3), p["post_norm"])
+    delta = linear(attended, p["o"], p.get("o_bias"), contract=3)
+    x, normed = add_norm(x, delta, p["post_norm"])
     gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
-    return x, linear(jax.nn.silu(gate_up[:, 0]) * gate_up[:, 1], p["down"], p.get("down_bias")), cache
+    activated = pallas_kernels.swiglu(gate_up, backend=spec.backend)
+    return x, linear(activated, p["down"], p.get("down_bias")), cache
 
 
 def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:

@@ -22,6 +22,8 @@ from pallas_kernels.sampling import SamplingRows
 Array = jax.Array
 
 SAMPLING_WORDS = 8
+NOWHERE = np.iinfo(np.int32).max
+"""A row that no array has: what is to be written there is dropped."""
 
 
 class BatchState(NamedTuple):
@@ -46,28 +48,21 @@ def state_shapes(slots: int, table_width: int) -> BatchState:
 
 
 class _Layout(NamedTuple):
-    """The parts of a bucket's vector, S decode rows, P prefill rows, T tokens, R = S + P."""
+    """The parts of a bucket's vector: R rows, decoding ones first, P of them at most prefill rows, T tokens."""
 
     slots: slice  # [R]
     seq_lens: slice  # [R]
-    appended: slice  # [S] the block that a decoding row goes on in, or -1
-    query_start_loc: slice  # [P + 1] counted from the first prefill token
+    appended: slice  # [R] the block that a decoding row goes on in, or -1
+    query_start_loc: slice  # [P + 1] where prefill rows start among the tokens: first the number of decoding rows
     sampling: slice  # [P, 1 + SAMPLING_WORDS] whether the row takes its slot now, and its sampling words
     placed: slice  # [U, 3] new blocks of prefill rows: row of the state (out of range: nothing), column, block
     token_ids: slice  # [T]
 
     @classmethod
     def of(cls, bucket: Bucket, block_size: int) -> _Layout:
-        prefill = bucket.prefill_rows
-        sizes = (
-            bucket.rows,
-            bucket.rows,
-            bucket.decode_rows,
-            prefill + 1,
-            prefill * (1 + SAMPLING_WORDS),
-            3 * (bucket.prefill_tokens // block_size + prefill),
-            bucket.tokens,
-        )
+        rows, prefill = bucket.rows, bucket.prefill_rows
+        updates = bucket.tokens // block_size + prefill if prefill else 0
+        sizes = (rows, rows, rows, prefill + 1, prefill * (1 + SAMPLING_WORDS), 3 * updates, bucket.tokens)
         ends = np.cumsum(sizes).tolist()
         return cls(*(slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)))
 
@@ -82,30 +77,31 @@ def pack(schedule: SchedulerOutput, bucket: Bucket, block_size: int, null_slot: 
     layout = _Layout.of(bucket, block_size)
     packed = np.zeros(layout.token_ids.stop, np.int32)
     slots, seq_lens, appended, starts, sampling, placed, tokens = (packed[part] for part in layout)
+    count, rows = len(schedule.decode), schedule.rows
     slots.fill(null_slot)
+    slots[: len(rows)] = [row.slot for row in rows]
+    seq_lens[: len(rows)] = [row.seq_len for row in rows]
     appended.fill(-1)
-    if rows := schedule.decode:
-        count = len(rows)
-        slots[:count] = [row.slot for row in rows]
-        seq_lens[:count] = [row.seq_len for row in rows]
-        appended[:count] = [row.new_blocks[0] if row.new_blocks else -1 for row in rows]
-        tokens[:count] = [row.token_ids[0] for row in rows]
-    _pack_prefill(schedule, bucket, block_size, (slots, seq_lens, starts, sampling, placed, tokens))
+    appended[:count] = [row.new_blocks[0] if row.new_blocks else -1 for row in schedule.decode]
+    starts.fill(count)
+    tokens[:count] = [row.token_ids[0] for row in schedule.decode]
+    if schedule.prefill:
+        _pack_prefill(schedule, block_size, (starts, sampling, placed, tokens))
+    else:
+        placed.reshape(-1, 3)[:, 0] = NOWHERE
     return packed
 
 
-def _pack_prefill(schedule: SchedulerOutput, bucket: Bucket, block_size: int, parts: tuple[np.ndarray, ...]) -> None:
-    slots, seq_lens, starts, sampling, placed, tokens = parts
+def _pack_prefill(schedule: SchedulerOutput, block_size: int, parts: tuple[np.ndarray, ...]) -> None:
+    starts, sampling, placed, tokens = parts
     words = sampling.reshape(-1, 1 + SAMPLING_WORDS)
     updates = placed.reshape(-1, 3)
-    updates[:, 0] = np.iinfo(np.int32).max
-    start = filled = 0
+    updates[:, 0] = NOWHERE
+    start, filled = len(schedule.decode), 0
     for row, item in enumerate(schedule.prefill):
-        place = bucket.decode_rows + row
-        slots[place], seq_lens[place] = item.slot, item.seq_len
         end = start + len(item.token_ids)
-        tokens[bucket.decode_rows + start : bucket.decode_rows + end] = item.token_ids
-        starts[row + 1] = start = end
+        tokens[start:end] = item.token_ids
+        starts[row + 1 :] = start = end
         if item.sampling is not None:
             words[row, 0] = 1
             words[row, 1:] = _sampling_words(item.sampling)
@@ -113,7 +109,6 @@ def _pack_prefill(schedule: SchedulerOutput, bucket: Bucket, block_size: int, pa
         new = updates[filled : filled + count]
         new[:, 0], new[:, 1], new[:, 2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
         filled += count
-    starts[len(schedule.prefill) + 1 :] = start
 
 
 def _sampling_words(row: RowSampling) -> np.ndarray:
@@ -142,45 +137,56 @@ def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) ->
     """
     parts = _Layout.of(bucket, block_size)
     slots, seq_lens, starts = packed[parts.slots], packed[parts.seq_lens], packed[parts.query_start_loc]
-    tokens, split = packed[parts.token_ids], bucket.decode_rows
-    state = _update(packed, parts, state, bucket, block_size)
-    rows = state.block_tables[0][slots]
-    known = tokens[:split]
-    token_ids = jnp.concatenate([jnp.where(known < 0, state.last_tokens[slots[:split]], known), tokens[split:]])
+    decoding, prefill = starts[0], bucket.prefill_rows
+    null_slot = state.last_tokens.shape[0] - 1
+    # The rows behind the decoding ones: as many as may prefill, some of them perhaps nobody's.
+    prefill_slots = lax.dynamic_slice_in_dim(jnp.pad(slots, (0, prefill), constant_values=null_slot), decoding, prefill)
+    prefill_lens = lax.dynamic_slice_in_dim(jnp.pad(seq_lens, (0, prefill)), decoding, prefill)
+    state = _update(packed, parts, state, prefill_slots, block_size)
+    tables = state.block_tables[0]
 
-    index = jnp.arange(bucket.prefill_tokens)
-    # Beyond the last row for padding. compare_all, since the default is a loop, which no CUDA graph takes in.
-    owner = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
-    owner = jnp.minimum(owner, max(bucket.prefill_rows - 1, 0))
-    valid = index < starts[-1]
-    prefill_lens = seq_lens[split:]
-    first = prefill_lens - (starts[1:] - starts[:-1])
-    prefill_positions = jnp.where(valid, first[owner] + index - starts[owner], 0) if bucket.prefill_rows else index
-    positions = jnp.concatenate([jnp.maximum(seq_lens[:split] - 1, 0), prefill_positions])
-    row_of_token = jnp.concatenate([jnp.arange(split), split + owner])
-    blocks = rows[row_of_token, positions // block_size]
-    real = jnp.concatenate([seq_lens[:split] > 0, valid])
+    index = jnp.arange(bucket.tokens)
+    own_row = jnp.minimum(index, bucket.rows - 1)  # a decoding row's token stands where the row does
+    tokens = packed[parts.token_ids]
+    token_ids = jnp.where(tokens < 0, state.last_tokens[slots[own_row]], tokens)
+    token_slots, positions = slots[own_row], seq_lens[own_row] - 1
+    if prefill:
+        # Beyond the last row for padding. compare_all, since the default is a loop, which no CUDA graph takes in.
+        owner = jnp.searchsorted(starts[1:], index, side="right", method="compare_all")
+        owner = jnp.minimum(owner, prefill - 1)
+        first = prefill_lens - (starts[1:] - starts[:-1])
+        token_slots = jnp.where(index < decoding, token_slots, prefill_slots[owner])
+        positions = jnp.where(index < decoding, positions, first[owner] + index - starts[owner])
+    real = index < starts[-1]
+    positions = jnp.where(real, positions, 0)
+    blocks = tables[token_slots, positions // block_size]
     slot_mapping = jnp.where(real, blocks * block_size, 0) + positions % block_size
+
+    row = jnp.arange(bucket.rows)
     attention = AttentionInputs(
-        positions, slot_mapping, rows[:split], seq_lens[:split], rows[split:], prefill_lens, starts
+        positions,
+        slot_mapping,
+        decode_block_tables=tables[slots],
+        decode_seq_lens=jnp.where(row < decoding, seq_lens, 0),
+        prefill_block_tables=tables[prefill_slots],
+        prefill_seq_lens=prefill_lens,
+        query_start_loc=starts,
     )
-    wanted = jnp.concatenate([jnp.arange(split), split + jnp.maximum(starts[1:] - 1, 0)])[: bucket.rows]
+    last = starts[jnp.clip(row - decoding + 1, 0, prefill)] - 1
+    wanted = jnp.where(row < decoding, row, jnp.maximum(last, 0))
     return StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens])), state
 
 
-def _update(packed: Array, parts: _Layout, state: BatchState, bucket: Bucket, block_size: int) -> BatchState:
+def _update(packed: Array, parts: _Layout, state: BatchState, prefill_slots: Array, block_size: int) -> BatchState:
     """The state with new blocks and, where requests take their slots, their sampling words. What is not to be written
     is given an index out of range; negative ones would wrap, also with mode="drop"."""
-    split = bucket.decode_rows
-    slots, tables, sampling = packed[parts.slots], state.block_tables, state.sampling
-    if split:
-        appended = packed[parts.appended]
-        column = jnp.where(appended < 0, tables.shape[2], (packed[parts.seq_lens][:split] - 1) // block_size)
-        tables = tables.at[0, slots[:split], column].set(appended, mode="drop")
-    if bucket.prefill_rows:
+    tables, sampling, appended = state.block_tables, state.sampling, packed[parts.appended]
+    column = jnp.where(appended < 0, tables.shape[2], (packed[parts.seq_lens] - 1) // block_size)
+    tables = tables.at[0, packed[parts.slots], column].set(appended, mode="drop")
+    if prefill_slots.shape[0]:
         row, column, block = packed[parts.placed].reshape(-1, 3).T
         tables = tables.at[0, row, column].set(block, mode="drop")
         words = packed[parts.sampling].reshape(-1, 1 + SAMPLING_WORDS)
-        taken = jnp.where(words[:, 0] == 1, slots[split:], sampling.shape[0])
+        taken = jnp.where(words[:, 0] == 1, prefill_slots, sampling.shape[0])
         sampling = sampling.at[taken].set(words[:, 1:], mode="drop")
     return state._replace(block_tables=tables, sampling=sampling)

@@ -7,32 +7,25 @@ from dataclasses import dataclass
 
 TOKENS_PER_ROW = 8
 MAX_PREFILL_ROWS = 64
-"""A prefill bucket of T tokens has room for T / 8 prompts, at least one and at most 64."""
+"""A mixed bucket of T tokens has room for T / 8 prompts, at least one and at most 64."""
 
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """``decode_rows`` sequences with one token each, then ``prefill_tokens`` tokens of ``prefill_rows`` sequences."""
+    """Room for ``tokens`` tokens of ``rows`` sequences, of which ``prefill_rows`` may have more than one token. In a
+    decode step (``prefill_rows`` 0) each has one."""
 
-    decode_rows: int
-    prefill_tokens: int
+    tokens: int
+    rows: int
     prefill_rows: int
 
-    @property
-    def rows(self) -> int:
-        return self.decode_rows + self.prefill_rows
-
-    @property
-    def tokens(self) -> int:
-        return self.decode_rows + self.prefill_tokens
-
     def __str__(self) -> str:
-        return f"{self.decode_rows} decode + {self.prefill_tokens} prefill"
+        return f"{self.tokens} tokens" if self.prefill_rows else f"decode of {self.rows}"
 
 
 @dataclass(frozen=True)
 class Ladder:
-    """All buckets: decode steps of each row size; prefill steps of each token size, alone or with decoding rows."""
+    """All buckets: decode steps of each row size, and mixed steps, prompts beside decoding rows, of each token size."""
 
     row_sizes: tuple[int, ...]
     token_sizes: tuple[int, ...]
@@ -50,31 +43,23 @@ class Ladder:
     @property
     def max_prefill_rows(self) -> int:
         """Prompts that one step can prefill."""
-        return self._prefill_rows(self.token_sizes[-1])
+        return self._mixed(self.token_sizes[-1]).prefill_rows
 
-    def _prefill_rows(self, tokens: int) -> int:
-        return min(max(1, tokens // TOKENS_PER_ROW), MAX_PREFILL_ROWS, self.max_rows)
-
-    def _mixed_rows(self) -> tuple[int, ...]:
-        return (0, self.max_rows)
+    def _mixed(self, tokens: int) -> Bucket:
+        rows = min(tokens, self.max_rows)
+        return Bucket(tokens, rows, min(max(1, tokens // TOKENS_PER_ROW), MAX_PREFILL_ROWS, rows))
 
     def all(self) -> list[Bucket]:
         """Every bucket, the smallest first."""
-        decode = [Bucket(rows, 0, 0) for rows in self.row_sizes]
-        mixed = [Bucket(r, t, self._prefill_rows(t)) for t in self.token_sizes for r in self._mixed_rows()]
-        return sorted(decode + mixed, key=lambda b: b.tokens)
+        return sorted([*(Bucket(r, r, 0) for r in self.row_sizes), *(self._mixed(t) for t in self.token_sizes)])
 
     def choose(self, decode_rows: int, prefill_tokens: int, prefill_rows: int) -> Bucket:
         """The smallest bucket that holds a step of this size; the scheduler's limits see to it that there is one."""
         if not prefill_tokens:
-            return Bucket(_at_least(self.row_sizes, decode_rows), 0, 0)
-        rows = _at_least(self._mixed_rows(), decode_rows)
-        tokens = next(t for t in self.token_sizes if t >= prefill_tokens and self._prefill_rows(t) >= prefill_rows)
-        return Bucket(rows, tokens, self._prefill_rows(tokens))
-
-
-def _at_least(sizes: tuple[int, ...], wanted: int) -> int:
-    return sizes[bisect_left(sizes, wanted)]
+            rows = self.row_sizes[bisect_left(self.row_sizes, decode_rows)]
+            return Bucket(rows, rows, 0)
+        fitting = self.token_sizes[bisect_left(self.token_sizes, decode_rows + prefill_tokens) :]
+        return next(b for b in map(self._mixed, fitting) if b.prefill_rows >= prefill_rows)
 
 
 def doubling(first: int, last: int, factor: int = 2) -> tuple[int, ...]:

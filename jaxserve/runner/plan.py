@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30
 BLOCKS_ROUNDED_TO = 256
+WORKSPACE_BYTES = 512 << 20
+"""Left on a GPU for libraries' workspaces, recorded graphs and fragmentation."""
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -55,7 +57,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
     max_model_len = _max_model_len(config, model)
     rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
-    tokens = config.token_buckets or doubling(min(budget, 128 if on_gpu else 32), budget, 4)
+    tokens = config.token_buckets or _token_sizes(budget, on_gpu)
     ladder = Ladder(rows, tokens)
     if ladder.max_rows != max_num_seqs:
         raise ValueError(f"--row-buckets must end with --max-num-seqs ({max_num_seqs}), got {rows}")
@@ -93,6 +95,14 @@ def _row_sizes(max_num_seqs: int, on_gpu: bool) -> tuple[int, ...]:
     return (1, *doubling(8, max_num_seqs))
 
 
+def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:
+    """On a GPU so close together that at most a third of a step is padding; a CPU pays more for compiling."""
+    if not on_gpu:
+        return doubling(min(budget, 32), budget, 4)
+    powers = doubling(min(budget, 128), budget)
+    return tuple(sorted({*powers, *(p * 3 // 2 for p in powers if p * 3 // 2 < budget)}))
+
+
 def _backend(config: EngineConfig, on_gpu: bool) -> str:
     """An explicit choice never falls back; auto is Triton on a GPU."""
     if config.attention_backend == "triton" and not on_gpu:
@@ -115,15 +125,15 @@ def _dtype(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> np.dtype:
     return NUMPY_DTYPES[name]
 
 
-def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax.Device, reserve: int) -> int:
-    """Blocks of the KV pool, block 0 included; ``reserve`` bytes are left for programs. Raises ``ValueError`` with the
-    numbers if there is not even one usable block."""
+def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax.Device, param_bytes: int) -> int:
+    """Blocks of the KV pool, block 0 included, beside ``param_bytes`` of parameters a device. Raises ``ValueError``
+    with the numbers if there is not even one usable block."""
     per_block = bytes_per_block(model, plan.block_size, plan.dtype)
     if config.num_gpu_blocks_override:
         blocks = config.num_gpu_blocks_override
         source = "--num-gpu-blocks-override"
     else:
-        available, source = _kv_bytes(config, device, reserve)
+        available, source = _kv_bytes(config, device, param_bytes, _program_bytes(plan, model))
         # More than every slot at its greatest length can never be used.
         blocks = min(available // per_block, plan.max_num_seqs * plan.table_width + 1)
         if device.platform != "cpu" and blocks > BLOCKS_ROUNDED_TO:
@@ -145,7 +155,7 @@ def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax
     return int(blocks)
 
 
-def _kv_bytes(config: EngineConfig, device: jax.Device, reserve: int) -> tuple[int, str]:
+def _kv_bytes(config: EngineConfig, device: jax.Device, param_bytes: int, program_bytes: int) -> tuple[int, str]:
     if config.kv_cache_memory:
         return config.kv_cache_memory, f"--kv-cache-memory {config.kv_cache_memory}"
     if device.platform == "cpu":
@@ -153,5 +163,15 @@ def _kv_bytes(config: EngineConfig, device: jax.Device, reserve: int) -> tuple[i
         return min(CPU_KV_BYTES, memory // 8), "this machine's memory"
     stats = device.memory_stats() or {}
     limit, used = stats["bytes_limit"], stats["bytes_in_use"]
-    free = limit - used - reserve
-    return free, f"{limit} bytes of device memory less {used} in use and {reserve} for programs"
+    taken = f"{used} in use, {param_bytes} for parameters and {program_bytes} for programs"
+    return limit - used - param_bytes - program_bytes, f"{limit} bytes of device memory less {taken}"
+
+
+def _program_bytes(plan: Plan, model: ModelConfig) -> int:
+    """Device memory that steps take beside parameters and cache, at most: what a layer makes of the largest bucket's
+    tokens, the logits of the steps in flight and a sampler's copies of them, and what libraries keep."""
+    qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widths = 3 * model.intermediate_size + 4 * model.hidden_size + 2 * qkv
+    bucket = plan.ladder.all()[-1]
+    logits = 4 * bucket.rows * model.vocab_size
+    return bucket.tokens * widths * plan.dtype.itemsize + (plan.async_depth + 4) * logits + WORKSPACE_BYTES

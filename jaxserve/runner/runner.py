@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,11 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import ModelConfig, load_model_config
-from jaxserve.models.dummy import random_params
+from jaxserve.models.dummy import param_structs, random_params
 from jaxserve.models.kv_cache import zeros
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import Checkpoint
@@ -25,16 +25,13 @@ from jaxserve.runner import batch, compiles
 from jaxserve.runner.batch import BatchState
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.plan import make_plan, num_blocks
-from jaxserve.runner.programs import ProgramBuilder
+from jaxserve.runner.programs import ProgramBuilder, Programs
 from jaxserve.runner.sampler import NON_FINITE, VARIANTS, SamplerVariant, split_result
 from jaxserve.scheduling.schedule import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
 Progress = Callable[[str], None]
-
-WORKSPACE_BYTES = 512 << 20
-"""Left on a GPU for libraries' workspaces, recorded graphs and fragmentation."""
 
 
 class RowOutput(msgspec.Struct, frozen=True, gc=False):
@@ -65,21 +62,18 @@ class PendingStep:
         schedule: SchedulerOutput,
         bucket: Bucket,
         result: jax.Array,
-        places: list[int],
         max_logprobs: int,
     ) -> None:
         self.schedule = schedule
         self.bucket = bucket
         self._result = result
-        self._places = places
         self._max_logprobs = max_logprobs
 
     def result(self) -> StepOutput:
         """Wait for the step and read it."""
         tokens, logprobs, top_ids, top_logprobs = split_result(np.asarray(self._result), self._max_logprobs)
-        chosen = tokens[self._places].tolist()
         rows = []
-        for place, token, item in zip(self._places, chosen, self.schedule.rows, strict=True):
+        for place, (token, item) in enumerate(zip(tokens.tolist(), self.schedule.rows, strict=False)):
             if not item.samples:
                 rows.append(NO_TOKEN)
             elif token == NON_FINITE:
@@ -107,13 +101,13 @@ class ModelRunner:
         self._mesh = Mesh(np.array(devices), ("tp",))
         if self.plan.dtype == np.float32:
             jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU would use TF32
-        with self._phase("load"):
-            self._params = self._load(directory, config.load_format, progress)
-        with self._phase("compile"):
-            reserve = 0 if self._on_cpu else self._program_bytes()
-            self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserve)
-            builder = self._builder(self.num_blocks)
-            self._programs = builder.all(progress, parallel=self._on_cpu)
+        structs = param_structs(self.model_config, self.plan.dtype, self._mesh)
+        self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], _device_bytes(structs))
+        builder = ProgramBuilder(self.model_config, self.plan, structs, self._mesh, self.num_blocks)
+        with ThreadPoolExecutor(1) as loader:  # programs are compiled from shapes, meanwhile
+            loading = loader.submit(self._load, directory, config.load_format, progress)
+            self._programs = self._compile(builder, progress, loading)
+            self._params = loading.result()
         with self._phase("allocate"):
             self._cache = zeros(builder.cache)
             self._state: BatchState = zeros(builder.state)
@@ -129,34 +123,29 @@ class ModelRunner:
         logger.info("start-up phase %s took %.1f s", name, self.startup_seconds[name])
 
     def _load(self, directory: Path, load_format: str, progress: Progress) -> Any:
-        if load_format == "dummy":
-            return jax.block_until_ready(random_params(self.model_config, self.plan.dtype, self._mesh))
+        with self._phase("load"):
+            if load_format == "dummy":
+                return jax.block_until_ready(random_params(self.model_config, self.plan.dtype, self._mesh))
+            return self._read(directory, progress)
+
+    def _read(self, directory: Path, progress: Progress) -> Any:
         checkpoint = Checkpoint(directory, self.plan.dtype)
         layers = self.model_config.num_layers
-
-        def put(array: np.ndarray, spec: P) -> jax.Array:
-            return jax.device_put(array, NamedSharding(self._mesh, spec))
 
         def layer_done(done: int) -> None:
             if done == layers or done % max(1, layers // 4) == 0:
                 progress(f"loaded {done}/{layers} layers")
 
-        params = model_module(self.model_config.architecture).load_params(
-            checkpoint, self.model_config, put, layer_done
-        )
-        return jax.block_until_ready(params)
+        module = model_module(self.model_config.architecture)
+        return jax.block_until_ready(module.load_params(checkpoint, self.model_config, self._mesh, layer_done))
 
-    def _builder(self, blocks: int) -> ProgramBuilder:
-        return ProgramBuilder(self.model_config, self.plan, self._params, self._mesh, blocks)
+    def _compile(self, builder: ProgramBuilder, progress: Progress, loading: Future[Any]) -> Programs:
+        def check() -> None:
+            if loading.done():
+                loading.result()  # raises what loading raised
 
-    def _program_bytes(self) -> int:
-        """Device memory that steps take beside parameters and cache: temporaries of the hungriest programs, the logits
-        of the steps in flight, and what libraries keep."""
-        builder, bucket = self._builder(2), self.plan.ladder.all()[-1]
-        programs = [builder.forward(bucket), *(builder.sample(bucket.rows, variant) for variant in VARIANTS)]
-        temporary = max(p.memory_analysis().temp_size_in_bytes for p in programs)
-        logits = 4 * bucket.rows * self.model_config.vocab_size
-        return temporary + (self.plan.async_depth + 1) * logits + WORKSPACE_BYTES
+        with self._phase("compile"):
+            return builder.all(progress, on_gpu=not self._on_cpu, check=check)
 
     def _warm_up(self) -> None:
         """Run every program three times on padding: a GPU records its graphs on the first two. A CPU has none."""
@@ -170,17 +159,14 @@ class ModelRunner:
 
     def submit(self, schedule: SchedulerOutput) -> PendingStep:
         """Dispatch one step; returns before it has run."""
-        bucket, places = self._place(schedule)
+        bucket = self._bucket(schedule)
         logits, rows = self._forward(schedule, bucket)
         result = self._sample(logits, rows, SamplerVariant(schedule.greedy, schedule.logprobs))
         result.copy_to_host_async()
-        return PendingStep(schedule, bucket, result, places, self.plan.max_logprobs)
+        return PendingStep(schedule, bucket, result, self.plan.max_logprobs)
 
-    def _place(self, schedule: SchedulerOutput) -> tuple[Bucket, list[int]]:
-        """The bucket of a step, and where in it each of the step's rows stands."""
-        decode, prefill = len(schedule.decode), len(schedule.prefill)
-        bucket = self.plan.ladder.choose(decode, schedule.num_prefill_tokens, prefill)
-        return bucket, [*range(decode), *range(bucket.decode_rows, bucket.decode_rows + prefill)]
+    def _bucket(self, schedule: SchedulerOutput) -> Bucket:
+        return self.plan.ladder.choose(len(schedule.decode), schedule.num_prefill_tokens, len(schedule.prefill))
 
     def _forward(self, schedule: SchedulerOutput, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
         packed = batch.pack(schedule, bucket, self.plan.block_size, null_slot=self.plan.max_num_seqs)
@@ -196,9 +182,13 @@ class ModelRunner:
 
     def logits(self, schedule: SchedulerOutput) -> np.ndarray:
         """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""
-        bucket, places = self._place(schedule)
-        return np.asarray(self._forward(schedule, bucket)[0])[places]
+        return np.asarray(self._forward(schedule, self._bucket(schedule))[0])[: len(schedule.rows)]
 
     def block_tables(self) -> np.ndarray:
         """The device's block tables ``[slots, M]``, copied; for looking at, not for the step path."""
         return np.asarray(self._state.block_tables)[0, :-1]
+
+
+def _device_bytes(structs: Any) -> int:
+    """What one device holds of arrays of these shapes and shardings."""
+    return sum(int(np.prod(s.sharding.shard_shape(s.shape))) * s.dtype.itemsize for s in jax.tree.leaves(structs))

@@ -21,6 +21,7 @@ from pallas_kernels import (
     triton_prefill,
     triton_rope,
     triton_sampling,
+    triton_swiglu,
 )
 from pallas_kernels.shapes import DECODE, PREFILL
 from tests.kernels.interpreter import Argument
@@ -168,6 +169,15 @@ def test_gated_linear(swap: bool):
     )  # fmt: skip
     want = jax.nn.silu(x @ w[:, 0]) * (x @ w[:, 1])
     np.testing.assert_allclose(out.array, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [64, 1100])
+def test_swiglu(width: int):
+    gate_up = np.random.default_rng(0).standard_normal((3, 2, width), dtype=np.float32)
+    grid, parameters = triton_swiglu.plan_swiglu(gate_up.shape)
+    out = Argument(np.full((3, width), POISON, np.float32))
+    triton_swiglu.swiglu_kernel[grid](Argument(gate_up), out, **parameters)
+    np.testing.assert_allclose(out.array, reference.swiglu(gate_up), atol=1e-6)
 
 
 @pytest.mark.parametrize(("name", "scaled"), [*((name, False) for name in PREFILL), ("chunks", True)])

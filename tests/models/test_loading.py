@@ -11,9 +11,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from jaxserve.config import EngineConfig
@@ -44,7 +46,9 @@ def load(directory: Path, dtype: np.dtype = FLOAT32) -> Any:
     """The parameters as NumPy arrays."""
     config = load_model_config(directory)
     module = model_module(config.architecture)
-    return module.load_params(Checkpoint(directory, dtype), config, lambda array, spec: array, lambda done: None)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    params = module.load_params(Checkpoint(directory, dtype), config, mesh, lambda done: None)
+    return jax.tree.map(np.asarray, params)
 
 
 def assert_loads_as(directory: Path, original: Path) -> None:

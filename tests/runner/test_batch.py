@@ -61,33 +61,29 @@ def check(decode, prefill, bucket: Bucket) -> None:
         assert at.decode_seq_lens[index] == item.seq_len
         assert at.decode_block_tables[index].tolist() == table(item.slot)
         assert inputs.wanted[index] == index and inputs.rows[:, index].tolist() == [item.slot, item.seq_len]
-    start = 0
+    start = len(decode)
     for row, item in enumerate(prefill):
         first = item.seq_len - len(item.token_ids)
         for offset, token in enumerate(item.token_ids):
-            _check_token(inputs, bucket.decode_rows + start + offset, item.slot, token, first + offset)
+            _check_token(inputs, start + offset, item.slot, token, first + offset)
         assert at.query_start_loc[row] == start
         start += len(item.token_ids)
-        place = bucket.decode_rows + row
+        place = len(decode) + row
         assert at.prefill_seq_lens[row] == item.seq_len
         assert at.prefill_block_tables[row].tolist() == table(item.slot)
-        assert inputs.wanted[place] == bucket.decode_rows + start - 1, "the last token of the chunk"
+        assert inputs.wanted[place] == start - 1, "the last token of the chunk"
         assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len]
     assert (at.query_start_loc[len(prefill) :] == start).all()
 
-    padding = _others(bucket.tokens, len(decode), bucket.decode_rows, start)
-    assert (at.slot_mapping[padding] < BLOCK).all(), "padding writes into block 0"
-    assert not at.positions[padding].any() and not inputs.token_ids[padding].any()
-    assert not at.decode_seq_lens[len(decode) :].any() and not at.decode_block_tables[len(decode) :].any()
+    assert (at.slot_mapping[start:] < BLOCK).all(), "padding writes into block 0"
+    assert not at.positions[start:].any() and not inputs.token_ids[start:].any()
+    assert not at.decode_seq_lens[len(decode) :].any()
     assert not at.prefill_seq_lens[len(prefill) :].any() and not at.prefill_block_tables[len(prefill) :].any()
-    padding = _others(bucket.rows, len(decode), bucket.decode_rows, len(prefill))
-    assert (inputs.rows[0, padding] == SLOTS).all() and not inputs.rows[1, padding].any()
-    assert inputs.wanted.shape == (bucket.rows,) and (inputs.wanted < bucket.tokens).all()
-
-
-def _others(size: int, decode: int, first_prefill: int, prefill: int) -> list[int]:
-    """Of ``size`` places those that neither decode nor prefill takes."""
-    return [i for i in range(size) if not (i < decode or first_prefill <= i < first_prefill + prefill)]
+    count = len(decode) + len(prefill)
+    assert not at.decode_block_tables[count:].any()
+    assert (inputs.rows[0, count:] == SLOTS).all() and not inputs.rows[1, count:].any()
+    assert inputs.wanted.shape == (bucket.rows,)
+    assert (inputs.wanted >= 0).all() and (inputs.wanted < bucket.tokens).all()
 
 
 def _check_token(inputs: StepInputs, index: int, slot: int, token: int, position: int) -> None:
@@ -105,16 +101,16 @@ SINGLE = request(1, [90], 1)
 @pytest.mark.parametrize(
     ("decode", "prefill", "bucket"),
     [
-        pytest.param(DECODE, [], Bucket(4, 0, 0), id="decode"),
-        pytest.param(DECODE[:3], [], Bucket(6, 0, 0), id="decode, padded"),
-        pytest.param([], [WHOLE], Bucket(0, 13, 1), id="prompt"),
-        pytest.param([], [SINGLE, WHOLE, CHUNK], Bucket(0, 32, 4), id="prompts, padded"),
-        pytest.param(DECODE, [CHUNK, WHOLE], Bucket(4, 20, 2), id="mixed"),
-        pytest.param(DECODE[:2], [WHOLE, CHUNK], Bucket(6, 32, 4), id="mixed, padded"),
-        pytest.param(DECODE, [WHOLE, CHUNK], Bucket(4, 32, 2), id="mixed, tokens padded, but no rows"),
-        pytest.param([], [CHUNK], Bucket(6, 16, 2), id="no decode in a mixed bucket"),
-        pytest.param([], [], Bucket(2, 0, 0), id="only padding"),
-        pytest.param([], [], Bucket(2, 16, 2), id="only padding, mixed"),
+        pytest.param(DECODE, [], Bucket(4, 4, 0), id="decode"),
+        pytest.param(DECODE[:3], [], Bucket(6, 6, 0), id="decode, padded"),
+        pytest.param([], [WHOLE], Bucket(13, 6, 1), id="prompt"),
+        pytest.param([], [SINGLE, WHOLE, CHUNK], Bucket(32, 6, 4), id="prompts, padded"),
+        pytest.param(DECODE, [CHUNK, WHOLE], Bucket(24, 6, 2), id="mixed"),
+        pytest.param(DECODE[:2], [WHOLE, CHUNK], Bucket(38, 6, 4), id="mixed, padded"),
+        pytest.param(DECODE, [WHOLE, CHUNK], Bucket(36, 6, 2), id="mixed, tokens padded, but no rows"),
+        pytest.param(DECODE, [CHUNK], Bucket(40, 5, 5), id="room for more prompts than rows are left"),
+        pytest.param([], [], Bucket(2, 2, 0), id="only padding"),
+        pytest.param([], [], Bucket(16, 4, 2), id="only padding, mixed"),
     ],
 )
 def test_what_the_device_sees(decode, prefill, bucket):
@@ -122,14 +118,14 @@ def test_what_the_device_sees(decode, prefill, bucket):
 
 
 def test_a_step_without_news_leaves_the_state():
-    _, after = run(DECODE[:2], [CHUNK], Bucket(4, 16, 2))
+    _, after = run(DECODE[:2], [CHUNK], Bucket(16, 6, 2))
     for part, before in zip(after, make_state(), strict=True):
         np.testing.assert_array_equal(part, before)
 
 
 def test_a_block_appended_to_a_decoding_row():
     """It counts in this very step and stays; rows without one, and padding, change nothing."""
-    inputs, after = run([request(1, [7], 17, new_blocks=[77]), request(3, [8], 24)], [], Bucket(4, 0, 0))
+    inputs, after = run([request(1, [7], 17, new_blocks=[77]), request(3, [8], 24)], [], Bucket(4, 4, 0))
     assert inputs.attention.slot_mapping[:2].tolist() == [77 * BLOCK, table(3)[2] * BLOCK + 7]
     assert inputs.attention.decode_block_tables[0].tolist() == [11, 12, 77, 14, 15]
     expected = make_state().block_tables
@@ -142,22 +138,22 @@ def test_blocks_of_prompts():
     grows = request(5, [7], 33, new_blocks=[79])
     whole = request(2, range(60, 73), 13, new_blocks=[70, 71])
     chunk = request(4, range(80, 87), 23, new_blocks=[75])
-    inputs, after = run([grows], [whole, chunk], Bucket(6, 32, 4))
+    inputs, after = run([grows], [whole, chunk], Bucket(32, 6, 4))
     expected = make_state().block_tables
     expected[0, 5, 4], expected[0, 2, :2], expected[0, 4, 2] = 79, [70, 71], 75
     np.testing.assert_array_equal(after.block_tables, expected)
     whole_at = [70 * BLOCK + i for i in range(8)] + [71 * BLOCK + i for i in range(5)]
-    assert inputs.attention.slot_mapping[6 : 6 + 13].tolist() == whole_at
-    assert inputs.attention.slot_mapping[19 : 19 + 7].tolist() == [75 * BLOCK + i for i in range(7)]
+    assert inputs.attention.slot_mapping[1 : 1 + 13].tolist() == whole_at
+    assert inputs.attention.slot_mapping[14 : 14 + 7].tolist() == [75 * BLOCK + i for i in range(7)]
     np.testing.assert_array_equal(inputs.attention.prefill_block_tables[:2], expected[0, [2, 4]])
 
 
 def test_the_vector_has_room_for_the_blocks_of_any_chunks():
     """Two chunks that fill a bucket, from every offset within a block, however the tokens are shared out."""
-    bucket = Bucket(0, 2 * BLOCK + 2, 2)  # two of BLOCK + 1 tokens need four blocks
+    bucket = Bucket(2 * BLOCK + 2, 6, 2)  # two of BLOCK + 1 tokens need four blocks
     for offsets in itertools.product(range(BLOCK), repeat=2):
-        for share in range(1, bucket.prefill_tokens):
-            items, counts = [], (share, bucket.prefill_tokens - share)
+        for share in range(1, bucket.tokens):
+            items, counts = [], (share, bucket.tokens - share)
             for slot, (offset, count) in enumerate(zip(offsets, counts, strict=True)):
                 new = -(-(offset + count) // BLOCK) - (offset > 0)
                 items.append(request(slot, [1] * count, offset + count, new_blocks=[50 + slot] * new))
@@ -169,7 +165,7 @@ def test_sampling_parameters_arrive_bit_for_bit(seed):
     """Of the request that takes its slot in this step; the others keep theirs."""
     params = SamplingParams(temperature=0.7, top_p=0.1, min_p=0.05, top_k=-1)
     taking = request(3, [1, 2], 2, sampling=RowSampling(params, seed, choice_index=4))
-    _, after = run([], [WHOLE, taking], Bucket(2, 32, 4))
+    _, after = run([], [WHOLE, taking], Bucket(32, 6, 4))
     rows = after.sampling_rows(np.array([3]))
     floats = [np.asarray(part)[0] for part in (rows.temperature, rows.top_p, rows.min_p)]
     assert floats == [np.float32(0.7), np.float32(0.1), np.float32(0.05)]

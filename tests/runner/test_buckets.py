@@ -16,8 +16,8 @@ LADDERS = [
 
 def holds(bucket: Bucket, decode_rows: int, prefill_tokens: int, prefill_rows: int) -> bool:
     return (
-        decode_rows <= bucket.decode_rows
-        and prefill_tokens <= bucket.prefill_tokens
+        decode_rows + prefill_tokens <= bucket.tokens
+        and decode_rows + prefill_rows <= bucket.rows
         and prefill_rows <= bucket.prefill_rows
     )
 
@@ -42,7 +42,7 @@ def test_every_step_has_the_smallest_bucket_that_holds_it(ladder):
         assert bucket in compiled
         fitting = [b for b in compiled if holds(b, *step)]
         # A decode step never takes a mixed bucket, nor the other way round: the programs differ.
-        fitting = [b for b in fitting if (b.prefill_tokens > 0) == (step[1] > 0)]
+        fitting = [b for b in fitting if (b.prefill_rows > 0) == (step[1] > 0)]
         assert bucket.tokens == min(b.tokens for b in fitting), step
         assert holds(bucket, *step)
 
@@ -53,7 +53,7 @@ def test_buckets_are_listed_once_and_the_largest_is_last(ladder):
     buckets = ladder.all()
     assert len(set(buckets)) == len(buckets)
     assert [b.tokens for b in buckets] == sorted(b.tokens for b in buckets)
-    assert buckets[-1] == Bucket(ladder.max_rows, ladder.token_sizes[-1], ladder.max_prefill_rows)
+    assert buckets[-1] == Bucket(ladder.token_sizes[-1], ladder.max_rows, ladder.max_prefill_rows)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def test_buckets_are_listed_once_and_the_largest_is_last(ladder):
 def test_rows_of_a_prefill_bucket(row_sizes, rows):
     """An eighth of the tokens, within bounds."""
     ladder = Ladder(row_sizes, tuple(rows))
-    assert {b.prefill_tokens: b.prefill_rows for b in ladder.all() if b.prefill_tokens} == rows
+    assert {b.tokens: b.prefill_rows for b in ladder.all() if b.prefill_rows} == rows
 
 
 def test_more_prompts_than_a_small_bucket_has_rows_take_a_larger_one():
-    assert Ladder((1, 4), (16, 64)).choose(0, 9, 3) == Bucket(0, 64, 4)
+    assert Ladder((1, 4), (16, 64)).choose(0, 9, 3) == Bucket(64, 4, 4)
 
 
 @pytest.mark.parametrize(

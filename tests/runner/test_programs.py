@@ -11,6 +11,7 @@ import pytest
 from jaxserve.request import SamplingParams
 from jaxserve.runner import compiles
 from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.programs import ProgramBuilder
 from jaxserve.runner.runner import ModelRunner
 
 NAME = "tiny-llama-3.1"
@@ -37,11 +38,11 @@ def test_a_forgotten_donation_stops_the_start(llm, monkeypatch, donated):
     """It would copy the whole cache each step, without a word."""
     runner = llm(NAME).engine.runner
     real_jit = jax.jit
-    builder = runner._builder(runner.num_blocks)
+    builder = ProgramBuilder(runner.model_config, runner.plan, runner._params, runner._mesh, runner.num_blocks)
     monkeypatch.setattr(jax, "jit", lambda function, **options: real_jit(function, donate_argnums=donated))
     expected = in_place_bytes(runner)
-    with pytest.raises(RuntimeError, match=rf"1 decode \+ 0 prefill reuses \d+ bytes .* expected {expected}$"):
-        builder.forward(Bucket(1, 0, 0))
+    with pytest.raises(RuntimeError, match=rf"decode of 1 reuses \d+ bytes .* expected {expected}$"):
+        builder.forward(Bucket(1, 1, 0))
 
 
 def test_a_step_leaves_no_copy_behind(llm):
