@@ -8,10 +8,26 @@ from pallas_kernels.dispatch import (
     add_rms_norm,
     backends,
     decode_attention,
+    gated_linear,
+    linear,
+    linear_parts,
     prefill_attention,
     rope_and_write,
     sample,
+    suits_linear,
     swiglu,
 )
 
-__all__ = ["add_rms_norm", "backends", "decode_attention", "prefill_attention", "rope_and_write", "sample", "swiglu"]
+__all__ = [
+    "add_rms_norm",
+    "backends",
+    "decode_attention",
+    "gated_linear",
+    "linear",
+    "linear_parts",
+    "prefill_attention",
+    "rope_and_write",
+    "sample",
+    "suits_linear",
+    "swiglu",
+]

@@ -33,16 +33,16 @@ def add_rms_norm_kernel(
     tl.store(norm_ptr + row + column, weight * x.to(weight.dtype), mask=here)
 
 
-def plan_add_rms_norm(shape: tuple[int, ...], eps: float, parts: int = 1) -> tuple[tuple[int], dict[str, float]]:
+def plan_add_rms_norm(delta_shape: tuple[int, ...], eps: float) -> tuple[tuple[int], dict[str, float]]:
     """Grid and static parameters."""
-    tokens, width = shape
+    parts, tokens, width = delta_shape
     return (tokens,), dict(EPS=eps, WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), PARTS=parts)
 
 
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
     import jax_triton
 
-    grid, parameters = plan_add_rms_norm(x.shape, eps)
+    grid, parameters = plan_add_rms_norm(delta.shape, eps)
     struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
     total, norm = jax_triton.triton_call(
         x, delta, weight, kernel=add_rms_norm_kernel, grid=grid, num_warps=8 if x.shape[1] >= 2048 else 4,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -54,9 +55,9 @@ def rope_kernel(
         tl.store(v_cache_ptr + place + half * HALF + pair, value.to(v_cache_ptr.dtype.element_ty), mask=here)
 
 
-def plan_rope(qkv_shape: tuple[int, ...], parts: int = 1) -> tuple[tuple[int, int], dict[str, int]]:
+def plan_rope(qkv_shape: tuple[int, ...]) -> tuple[tuple[int, int], dict[str, int]]:
     """Grid and static parameters."""
-    tokens, kv_heads, lanes, dim = qkv_shape
+    parts, tokens, kv_heads, lanes, dim = qkv_shape
     groups, half = lanes - 2, dim // 2
     parameters = dict(
         GROUPS=groups, GROUPS_PAD=triton.next_power_of_2(groups), KV_HEADS=kv_heads, DIM=dim,
@@ -66,15 +67,15 @@ def plan_rope(qkv_shape: tuple[int, ...], parts: int = 1) -> tuple[tuple[int, in
 
 
 def rope_and_write(
-    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array
+    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array, *, dtype: jnp.dtype
 ) -> tuple[Array, Array, Array]:
     import jax_triton
 
-    tokens, kv_heads, lanes, dim = qkv.shape
+    _, tokens, kv_heads, lanes, dim = qkv.shape
     grid, parameters = plan_rope(qkv.shape)
     keys, values = jax.new_ref(k_cache), jax.new_ref(v_cache)
     q: Array = jax_triton.triton_call(
         qkv, cos, sin, slots, keys, values, kernel=rope_kernel, grid=grid, num_warps=1,
-        out_type=jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), dim), qkv.dtype), **parameters,
+        out_type=jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), dim), dtype), **parameters,
     )  # fmt: skip
     return q, jax.freeze(keys), jax.freeze(values)

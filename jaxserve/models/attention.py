@@ -55,6 +55,8 @@ class AttentionSpec:
 
     mesh: Mesh
     backend: str
+    linear_backend: str
+    """Of matrix products of few rows; ``reference``: all products are XLA's."""
     scale: float
 
 
@@ -66,13 +68,15 @@ def attend(
     inputs: AttentionInputs,
     window: int | None,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """``qkv[T, K, G + 2, D]`` of this step and the rotary ``cos`` and ``sin[T, D / 2]`` -> attention ``[T, K, G, D]``,
-    and the cache with this step's keys and values in it."""
+    """``qkv[P, T, K, G + 2, D]``, partial sums of this step, and the rotary ``cos`` and ``sin[T, D / 2]`` -> attention
+    ``[T, K, G, D]``, and the cache with this step's keys and values in it."""
 
     def local(
         qkv: Array, cache: tuple[Array, Array], rope: tuple[Array, Array], at: AttentionInputs
     ) -> tuple[Array, tuple[Array, Array]]:
-        q, keys, values = pallas_kernels.rope_and_write(qkv, *rope, *cache, at.slot_mapping, backend=spec.backend)
+        q, keys, values = pallas_kernels.rope_and_write(
+            qkv, *rope, *cache, at.slot_mapping, dtype=cache[0].dtype, backend=spec.backend
+        )
         decode_rows = at.decode_seq_lens.shape[0]
         options = _Options(scale=spec.scale, window=window, backend=spec.backend)
         attended = pallas_kernels.decode_attention(
@@ -83,7 +87,7 @@ def attend(
                 q, keys, values, at.prefill_block_tables, at.prefill_seq_lens, at.query_start_loc, **options
             )
             attended = prefill.at[:decode_rows].add(attended)  # each is zero where the other is not
-        tokens, kv_heads, lanes, dim = qkv.shape
+        _, tokens, kv_heads, lanes, dim = qkv.shape
         return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values)
 
     by_head = P(None, "tp")
@@ -91,7 +95,7 @@ def attend(
     run = jax.shard_map(
         local,
         mesh=spec.mesh,
-        in_specs=(by_head, both, P(), P()),
+        in_specs=(P(None, None, "tp"), both, P(), P()),
         out_specs=(by_head, both),
         check_vma=False,
     )

@@ -41,6 +41,8 @@ class Plan:
     block_size: int
     ladder: Ladder
     attention_backend: str
+    linear_backend: str
+    """Of matrix products of few rows."""
     async_depth: int
     max_logprobs: int
 
@@ -50,8 +52,9 @@ class Plan:
         return -(-self.max_model_len // self.block_size)
 
 
-def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
-    """Decide what the configuration leaves open; raises ``ValueError`` for what cannot be."""
+def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_capability: str = "") -> Plan:
+    """Decide what the configuration leaves open; raises ``ValueError`` for what cannot be. ``compute_capability`` is an
+    NVIDIA GPU's, such as "9.0"."""
     on_gpu = platform == "gpu"
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
@@ -59,6 +62,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
     rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
     tokens = config.token_buckets or _token_sizes(budget, on_gpu)
     ladder = Ladder(rows, tokens)
+    backend = _backend(config, on_gpu)
     if ladder.max_rows != max_num_seqs:
         raise ValueError(f"--row-buckets must end with --max-num-seqs ({max_num_seqs}), got {rows}")
     if ladder.token_sizes[-1] != budget:
@@ -71,7 +75,9 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str) -> Plan:
         max_num_batched_tokens=budget,
         block_size=config.block_size,
         ladder=ladder,
-        attention_backend=_backend(config, on_gpu),
+        attention_backend=backend,
+        # Its tiles are made for Hopper's tensor cores and shared memory.
+        linear_backend=backend if compute_capability.startswith("9.") else "reference",
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -53,7 +54,10 @@ class ProgramBuilder:
         self._plan = plan
         self._module = model_module(model.architecture)
         self._replicated = NamedSharding(mesh, P())
-        self._spec = AttentionSpec(mesh, plan.attention_backend, model.head_dim**-0.5)
+        self._spec = AttentionSpec(mesh, plan.attention_backend, plan.linear_backend, model.head_dim**-0.5)
+        # One program of a kind is lowered at a time, which is where Triton kernels are compiled: in parallel, all would
+        # compile the same ones.
+        self._lowering_forward, self._lowering_sample = Lock(), Lock()
         self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
         self.state: BatchState = jax.tree.map(
@@ -76,11 +80,12 @@ class ProgramBuilder:
             hidden, cache = self._module.forward(
                 params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=self._spec
             )
-            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model)
+            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model, spec=self._spec)
             return cache, state, logits, inputs.rows
 
         jitted = jax.jit(forward, donate_argnums=(1, 2))
-        lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
+        with self._lowering_forward:
+            lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
         compiled = lowered.compile(None if autotune else UNTUNED)
         _check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
         return compiled
@@ -95,7 +100,9 @@ class ProgramBuilder:
             )
 
         logits = self._shape((rows, self._model.vocab_size), jnp.float32)
-        return jax.jit(sample, donate_argnums=0).lower(self.state, logits, self._shape((2, rows), np.int32)).compile()
+        with self._lowering_sample:
+            lowered = jax.jit(sample, donate_argnums=0).lower(self.state, logits, self._shape((2, rows), np.int32))
+        return lowered.compile()
 
     def all(self, progress: Progress, *, on_gpu: bool, check: Callable[[], None]) -> Programs:
         """Compile everything, on all cores, with a progress line a program; ``check`` is called before each and raises

@@ -97,7 +97,8 @@ class ModelRunner:
         self.model_config: ModelConfig = load_model_config(directory)
         devices = jax.devices()[: config.tensor_parallel_size]
         self._on_cpu = devices[0].platform == "cpu"
-        self.plan = make_plan(config, self.model_config, devices[0].platform)
+        capability = getattr(devices[0], "compute_capability", "")  # only GPUs have it
+        self.plan = make_plan(config, self.model_config, devices[0].platform, capability)
         self._mesh = Mesh(np.array(devices), ("tp",))
         if self.plan.dtype == np.float32:
             jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU would use TF32
