@@ -1,11 +1,11 @@
 """Times the matrix products of a decode step on a GPU, Triton's (many tilings) beside cuBLAS's, with torch and no jax.
 
-    python bench/linear_sweep.py [--rows 1 8 32 64 128 256] [--shapes qkv o gate_up down lm_head] [--json FILE]
+    python bench/linear_sweep.py [--rows 1 8 32 64 128] [--shapes qkv o gate_up down lm_head] [--json FILE]
 
 Llama-3.1-8B's shapes in bf16. A CUDA graph calls one product once for each of 32 layers, each with weights of its own,
-so that the L2 cache does not flatter the figure. Every tiling's result is compared with a float32 product. Then whole
-steps (32 layers with norms, rotary embedding and a copy in attention's place, and the LM head) with cuBLAS, with the
-best tilings, and with those when each product's end prefetches the next one's weights.
+so that the L2 cache does not flatter the figure. Every tiling's result is compared with a float32 product; the tiling
+that serves (``plan_linear``) is marked. Then whole steps (32 layers with norms, rotary embedding and a copy in
+attention's place, and the LM head) with cuBLAS, with the tilings that serve, and with the fastest of each product.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import math
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pallas_kernels.triton_linear import gated_linear_kernel, linear_kernel
+from pallas_kernels.triton_linear import SHARED_BYTES, gated_linear_kernel, linear_kernel, plan_linear
 from pallas_kernels.triton_norm import add_rms_norm_kernel, plan_add_rms_norm
 from pallas_kernels.triton_rope import plan_rope, rope_kernel
 
-LAYERS, SMS, SHARED_BYTES = 32, 132, 227 << 10
+LAYERS, SMS = 32, 132
 HIDDEN, KV_HEADS, LANES, DIM = 4096, 8, 6, 128
 
 
@@ -43,9 +42,15 @@ class Shape:
     name: str
     K: int
     N: int
-    gated: bool = False
+    kind: str = "parts"
     copies: int = LAYERS
-    out: torch.dtype = torch.float32
+
+    @property
+    def gated(self) -> bool:
+        return self.kind == "gated"
+
+    def out(self, splits: int) -> torch.dtype:
+        return torch.float32 if splits > 1 or self.kind == "whole" else torch.bfloat16
 
     @property
     def columns(self) -> int:
@@ -62,9 +67,9 @@ SHAPES = {
     for shape in (
         Shape("qkv", 4096, 6144),
         Shape("o", 4096, 4096),
-        Shape("gate_up", 4096, 14336, gated=True, out=torch.bfloat16),
+        Shape("gate_up", 4096, 14336, "gated"),
         Shape("down", 14336, 4096),
-        Shape("lm_head", 4096, 128256, copies=2),
+        Shape("lm_head", 4096, 128256, "whole", copies=2),
     )
 }
 
@@ -77,39 +82,37 @@ class Tiling:
     splits: int
     warps: int
     stages: int
-    resident: int
-    """Programs a multiprocessor that the shared memory was shared out for."""
-    swap: bool = True
-    tma: bool = True
-
-    def grid(self, shape: Shape, rows: int) -> tuple[int, int, int]:
-        return -(-rows // self.m), shape.N // self.n, self.splits
 
     def __str__(self) -> str:
-        kind = ("swap" if self.swap else "mma") + (" tma" if self.tma else " ptr")
-        return f"{self.m}x{self.n}x{self.k} splits {self.splits} warps {self.warps} stages {self.stages} {kind}"
+        return f"{self.m}x{self.n}x{self.k} splits {self.splits} warps {self.warps} stages {self.stages}"
+
+
+def serving(shape: Shape, rows: int) -> Tiling:
+    """What the product uses."""
+    plan = plan_linear(shape.kind, rows, shape.K, shape.N)
+    assert plan
+    m, n, k = (plan.parameters[f"BLOCK_{axis}"] for axis in "MNK")
+    return Tiling(m, n, k, plan.splits, plan.options["num_warps"], plan.options["num_stages"])
 
 
 def tilings(shape: Shape, rows: int, limit: int) -> list[Tiling]:
     """Those worth trying: all programs resident at once, near the number of multiprocessors, with much in flight."""
     found: dict[tuple[int, int, int], list[tuple[float, Tiling]]] = {}
     pair = 2 if shape.gated else 1
-    heights = {max(16, triton.next_power_of_2(rows))} | ({128} if rows > 128 else set())
-    for m, n, k, resident in itertools.product(sorted(heights), (32, 64, 128, 256), (64, 128, 32), (2, 3, 4, 1, 6)):
-        if shape.N % n or shape.K % k or n * pair < 64 or (n < 64 and not shape.gated):
-            continue
-        if n < 64:  # the tensor cores of Hopper take 64 columns of weights or more
+    m = max(16, triton.next_power_of_2(rows))
+    for n, k, resident in itertools.product((64, 128, 256), (64, 128, 32), (2, 3, 4, 1)):
+        if shape.N % n or shape.K % k:
             continue
         stage = (pair * n + m) * k * 2
-        stages = min(10, (SHARED_BYTES // resident - 2048) // stage)
+        stages = min(10, (SHARED_BYTES // resident - 1024) // stage)
         accumulators = pair * n * m // 128
         warps = 4 if accumulators <= 128 else 8
         registers = accumulators * 4 // warps + 48
         if stages < 3 or registers > 255 or resident * warps * 32 * registers > 65536:
             continue
-        tiles = shape.N // n * -(-rows // m)
+        tiles = shape.N // n
         splits = 1
-        if not shape.gated and shape.name != "lm_head":
+        if shape.kind == "parts":
             splits = max(1, min(SMS * resident // tiles, shape.K // k // 4, max(1, shape.K // (8 * rows))))
         stages = min(stages, shape.K // k // splits)
         waves = tiles * splits / (SMS * resident)
@@ -121,65 +124,33 @@ def tilings(shape: Shape, rows: int, limit: int) -> list[Tiling]:
             score *= waves
         elif waves > 1:  # others must cover for a program that starts
             score *= (waves / -(-waves // 1)) * (0.7 if resident == 1 else 1)
-        found.setdefault((m, n, k), []).append((score, Tiling(m, n, k, splits, warps, stages, resident)))
+        found.setdefault((m, n, k), []).append((score, Tiling(m, n, k, splits, warps, stages)))
     for group in found.values():
         group.sort(key=lambda pair: -pair[0])
     best_first = sorted(found.values(), key=lambda group: -group[0][0])
     ranked = [t for turn in itertools.zip_longest(*best_first) for _, t in filter(None, turn)]
-    ranked = ranked[: limit - (4 if rows <= 64 else 2)]
-    pointers = [Tiling(**{**asdict(t), "tma": False}) for t in ranked[:2]]
-    plain = [Tiling(**{**asdict(t), "tma": False, "swap": False}) for t in ranked[:2] if rows <= 64]
-    return ranked + pointers + plain
+    return list(dict.fromkeys([serving(shape, rows), *ranked]))[:limit]
 
 
-@dataclass(frozen=True)
-class Ahead:
-    """What a product prefetches at its end: ``share`` bytes a thread of weights to be read in ``splits`` stretches that
-    are ``stride`` bytes apart."""
-
-    splits: int
-    stride: int
-    share: int
-
-
-def launch(
-    shape: Shape, tiling: Tiling, x: Any, w: Any, out: Any, ahead: Ahead | None = None, after: Any = None,
-    warmup: bool = False,
-) -> None:  # fmt: skip
-    """``out[SPLITS, M, N]`` of ``x[M, K] @ w[K, N]``; ``after``: the next product's weights."""
-    rows = out.shape[-2]
-    operands = (x, w)
-    if tiling.tma:
-        operands = (
-            TensorDescriptor(x, [rows, shape.K], [shape.K, 1], [tiling.m, tiling.k]),
-            TensorDescriptor(w, [shape.K, shape.columns], [shape.columns, 1], [tiling.k, tiling.n]),
-        )
-    ahead = ahead or Ahead(1, 0, 0)
-    parameters = dict(
-        N=shape.N, K=shape.K, BLOCK_M=tiling.m, BLOCK_N=tiling.n, BLOCK_K=tiling.k, SWAP=tiling.swap, TMA=tiling.tma,
-        PREFETCH=ahead.share, NEXT_SPLITS=ahead.splits, NEXT_STRIDE=ahead.stride, THREADS=32 * tiling.warps,
+def launch(shape: Shape, tiling: Tiling, x: Any, w: Any, out: Any, warmup: bool = False) -> None:
+    """``out[SPLITS, M, N]`` of ``x[M, K] @ w[K, N]``."""
+    kernel = gated_linear_kernel if shape.gated else linear_kernel
+    run = partial(kernel.warmup, grid=(1, 1)) if warmup else kernel[shape.N // tiling.n, tiling.splits]
+    run(
+        x, w, out.shape[-2] - 1, shape.K // tiling.k, out, BLOCK_M=tiling.m, BLOCK_N=tiling.n, BLOCK_K=tiling.k,
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-    kernel = gated_linear_kernel if shape.gated else linear_kernel
-    if not shape.gated:
-        parameters["SPLITS"] = tiling.splits
-    arguments = (*operands, x if after is None else after, out, rows)
-    grid = tiling.grid(shape, rows)
-    if warmup:
-        kernel.warmup(*arguments, grid=grid, **parameters)
-    else:
-        kernel[grid](*arguments, **parameters)
 
 
-type Job = tuple[str, Tiling, Ahead | None]
+type Job = tuple[str, Tiling]
 
 
 def compile_one(job: Job) -> str:
     """In a process of its own: fills Triton's cache on disk. Only types and alignments matter, not sizes."""
-    name, tiling, ahead = job
+    name, tiling = job
     shape, some = SHAPES[name], torch.empty(64, 64, dtype=torch.bfloat16, device="cuda")
     try:
-        launch(shape, tiling, some, some, torch.empty(64, 64, dtype=shape.out, device="cuda"), ahead, warmup=True)
+        launch(shape, tiling, some, some, some.to(shape.out(tiling.splits)), warmup=True)
     except Exception as error:  # a tiling that does not fit is a result
         return f"{name} {tiling}: {error!r:.200}"
     return ""
@@ -251,7 +222,7 @@ def sweep(shape: Shape, rows: int, weights: list[torch.Tensor], limit: int) -> l
     want = expected(shape, x, weights[0])
     results = []
     for tiling in tilings(shape, rows, limit):
-        out = torch.full((tiling.splits, rows, shape.N), float("nan"), dtype=shape.out, device="cuda")
+        out = torch.full((tiling.splits, rows, shape.N), float("nan"), dtype=shape.out(tiling.splits), device="cuda")
         try:
             launch(shape, tiling, x, weights[0], out)
             error = ((out.float().sum(0) - want).norm() / want.norm()).item()
@@ -260,7 +231,7 @@ def sweep(shape: Shape, rows: int, weights: list[torch.Tensor], limit: int) -> l
         except Exception as failure:
             print(f"  {shape.name} {rows} {tiling}: {failure!r:.200}")
             continue
-        if not error < (5e-3 if shape.out == torch.bfloat16 else 1e-4):
+        if not error < (5e-3 if out.dtype == torch.bfloat16 else 1e-4):
             print(f"  WRONG {shape.name} {rows} {tiling}: relative error {error:.1e}")
             continue
         results.append(Result(shape.name, rows, tiling, seconds, error))
@@ -281,26 +252,11 @@ def _copy_kernel(source_ptr, target_ptr, SIZE: tl.constexpr):
     tl.store(target_ptr + at, tl.load(source_ptr + at))
 
 
-# Each product's successor; the LM head has none (sampling follows).
-ORDER = [(name, layer) for layer in range(LAYERS) for name in ("qkv", "o", "gate_up", "down")] + [("lm_head", 0)]
-AFTER = dict(itertools.pairwise(ORDER))
-
-
-def ahead_of(name: str, layer: int, best: dict[str, Tiling], rows: int, size: int) -> Ahead | None:
-    """How a product prefetches about ``size`` bytes for the one after it."""
-    if not size or (name, layer) not in AFTER:
-        return None
-    programs, (after, _) = math.prod(best[name].grid(SHAPES[name], rows)), AFTER[name, layer]
-    share = -(-size // (programs * best[name].warps * 32) // 16) * 16
-    splits = best[after].splits
-    return Ahead(splits, SHAPES[after].weight_bytes // splits // 128 * 128, share)
-
-
 class Step:
     """A decode step but for attention, with cuBLAS (no ``best``) or with these tilings."""
 
-    def __init__(self, rows: int, weights: dict[str, list[torch.Tensor]], best: dict[str, Tiling], ahead: int) -> None:
-        self.rows, self.weights, self.best, self.ahead = rows, weights, best, ahead
+    def __init__(self, rows: int, weights: dict[str, list[torch.Tensor]], best: dict[str, Tiling]) -> None:
+        self.rows, self.weights, self.best = rows, weights, best
         bf16 = dict(dtype=torch.bfloat16, device="cuda")
         self.x, self.normed, self.q, self.attended = (torch.randn(rows, HIDDEN, **bf16) for _ in range(4))
         self.inner = torch.empty(rows, SHAPES["gate_up"].N, **bf16)
@@ -313,7 +269,8 @@ class Step:
     def make_out(self, shape: Shape) -> torch.Tensor:
         if not self.best:
             return cublas_out(shape, self.rows).zero_()
-        return torch.zeros(self.best[shape.name].splits, self.rows, shape.N, dtype=shape.out, device="cuda")
+        splits = self.best[shape.name].splits
+        return torch.zeros(splits, self.rows, shape.N, dtype=shape.out(splits), device="cuda")
 
     def parts(self, name: str) -> int:
         return self.best[name].splits if self.best else 1
@@ -322,15 +279,12 @@ class Step:
         shape, w, out = SHAPES[name], self.weights[name][layer], self.outs[name]
         if not self.best:
             cublas(x, w, out)
-            return out
-        after = AFTER.get((name, layer))
-        next_weights = self.weights[after[0]][after[1]] if after else None
-        ahead = ahead_of(name, layer, self.best, self.rows, self.ahead)
-        launch(shape, self.best[name], x, w, out, ahead, next_weights)
+        else:
+            launch(shape, self.best[name], x, w, out)
         return out
 
     def norm(self, delta: torch.Tensor, parts: int) -> None:
-        grid, parameters = plan_add_rms_norm(self.x.shape, 1e-5, parts)
+        grid, parameters = plan_add_rms_norm((parts, *self.x.shape), 1e-5)
         add_rms_norm_kernel[grid](
             self.x, delta, self.norm_weight, self.x, self.normed, **parameters, num_warps=8, num_stages=3
         )
@@ -340,7 +294,7 @@ class Step:
         for layer in range(LAYERS):
             self.norm(delta, parts)
             qkv = self.linear("qkv", layer, self.normed)
-            grid, parameters = plan_rope((self.rows, KV_HEADS, LANES, DIM), self.parts("qkv"))
+            grid, parameters = plan_rope((self.parts("qkv"), self.rows, KV_HEADS, LANES, DIM))
             rope_kernel[grid](
                 qkv, self.cos, self.sin, self.slots, *self.caches, self.q, **parameters, num_warps=1, num_stages=3
             )
@@ -355,19 +309,14 @@ class Step:
         self.linear("lm_head", 0, self.normed)
 
 
-def steps(
-    rows: int, weights: dict[str, list[torch.Tensor]], best: dict[str, Tiling], sizes: list[int], pool: Any
-) -> dict[str, float]:
-    """Milliseconds a step; ``sizes``: MiB that each product prefetches."""
-    aheads = [(n, best[n], ahead_of(n, i, best, rows, size << 20)) for size in sizes for n, i in ORDER]
-    compile_all(pool, set(aheads))
-    ms = {"cuBLAS": 1e3 * time_graph(Step(rows, weights, {}, 0).run, 1, 9)}
-    for size in sizes:
-        ms[f"ahead {size} MiB"] = 1e3 * time_graph(Step(rows, weights, best, size << 20).run, 1, 9)
-    return ms
+def steps(rows: int, weights: dict[str, list[torch.Tensor]], best: dict[str, Tiling]) -> dict[str, float]:
+    """Milliseconds a step."""
+    served = {name: serving(shape, rows) for name, shape in SHAPES.items()}
+    kinds = {"cuBLAS": {}, "serving": served, "fastest products": best}
+    return {kind: 1e3 * time_graph(Step(rows, weights, chosen).run, 1, 9) for kind, chosen in kinds.items()}
 
 
-def measure(rows: int, shapes: list[Shape], weights: dict[str, list[torch.Tensor]], arguments: Any, pool: Any) -> dict:
+def measure(rows: int, shapes: list[Shape], weights: dict[str, list[torch.Tensor]], arguments: Any) -> dict:
     print(f"rows {rows}")
     best, found = {}, []
     for shape in shapes:
@@ -376,24 +325,25 @@ def measure(rows: int, shapes: list[Shape], weights: dict[str, list[torch.Tensor
         peer = time_graph(lambda: [cublas(x, w, out) for w in weights[shape.name]], shape.copies)  # noqa: B023
         found += [{**asdict(r), "cublas": peer} for r in results]
         print(f"  {shape.name:8} {peer * 1e6:7.1f} us {shape.weight_bytes / peer / 1e12:5.2f} TB/s  cuBLAS")
-        for r in results[: arguments.show]:
-            rate = shape.weight_bytes / r.seconds / 1e12
-            print(f"  {shape.name:8} {r.seconds * 1e6:7.1f} us {rate:5.2f} TB/s  {r.tiling}  x{r.tiling.resident}")
+        served = serving(shape, rows)
+        for place, r in enumerate(results):
+            if place < arguments.show or r.tiling == served:
+                rate, mark = shape.weight_bytes / r.seconds / 1e12, "  serving" if r.tiling == served else ""
+                print(f"  {shape.name:8} {r.seconds * 1e6:7.1f} us {rate:5.2f} TB/s  {r.tiling}{mark}")
         if results:
             best[shape.name] = results[0].tiling
     report = {"rows": rows, "products": found}
     if len(best) == len(SHAPES):
-        report["steps"] = steps(rows, weights, best, arguments.ahead, pool)
+        report["steps"] = steps(rows, weights, best)
         print("  step, ms:", ", ".join(f"{name} {value:.3f}" for name, value in report["steps"].items()))
     return report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--limit", type=int, default=12, help="tilings tried for a shape and number of rows")
-    parser.add_argument("--ahead", type=int, nargs="*", default=[0, 4, 8, 16, 24], help="MiB prefetched by a product")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--show", type=int, default=3, help="tilings printed of each shape and number of rows")
     parser.add_argument("--json", type=Path)
@@ -401,14 +351,14 @@ def main() -> None:
     start = time.monotonic()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     shapes = [SHAPES[name] for name in arguments.shapes]
-    jobs = {(s.name, t, None) for s in shapes for rows in arguments.rows for t in tilings(s, rows, arguments.limit)}
+    jobs = {(s.name, t) for s in shapes for rows in arguments.rows for t in tilings(s, rows, arguments.limit)}
     report = []
     with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         compile_all(pool, jobs)
-        weights = make_weights(shapes)
-        for rows in arguments.rows:
-            report.append(measure(rows, shapes, weights, arguments, pool))
-            print(f"  after {time.monotonic() - start:.0f} s", flush=True)
+    weights = make_weights(shapes)
+    for rows in arguments.rows:
+        report.append(measure(rows, shapes, weights, arguments))
+        print(f"  after {time.monotonic() - start:.0f} s", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
 

@@ -54,7 +54,7 @@ def sum_parts(parts: Array, dtype: jnp.dtype) -> Array:
     """The sum over the first axis, in its order, rounded to ``dtype`` once."""
     total = parts[0]
     for part in parts[1:]:
-        total += part
+        total = total + part
     return total.astype(dtype)
 
 

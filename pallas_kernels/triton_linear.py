@@ -42,7 +42,7 @@ def _store(out_ptr, result, first_row, column, last_row, N, BLOCK_M: tl.constexp
     tl.store(out_ptr + offsets, tl.trans(result.to(out_ptr.dtype.element_ty)), mask=(rows <= last_row)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_row", "blocks"])
 def linear_kernel(
     x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
@@ -60,7 +60,7 @@ def linear_kernel(
     _store(out_ptr, acc, split * (last_row + 1), column, last_row, N, BLOCK_M, BLOCK_N)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["last_row", "blocks"])
 def gated_linear_kernel(
     x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip

@@ -23,14 +23,7 @@ import pallas_kernels
 from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.layers import (
-    float32_linear,
-    gated_linear,
-    linear,
-    linear_parts,
-    rope_frequencies,
-    rope_tables,
-)
+from jaxserve.models.layers import float32_linear, gated_linear, linear, linear_parts, rope_frequencies, rope_tables
 from jaxserve.models.weights import Checkpoint
 from pallas_kernels.reference import rms_norm, sum_parts
 

@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
 from jaxserve.models.attention import AttentionSpec
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, cache_shapes
@@ -108,8 +109,8 @@ class ProgramBuilder:
         """Compile everything, on all cores, with a progress line a program; ``check`` is called before each and raises
         if there is no point in going on.
 
-        On a GPU the largest programs are autotuned, one at a time, since several would disturb each other's timings.
-        For the others cuBLAS's proposal measured as fast, and tuning takes longer than compiling.
+        On a GPU some programs are autotuned, one at a time, since several would disturb each other's timings. For the
+        others cuBLAS's proposal measured as fast, and tuning takes longer than compiling.
         """
         buckets = self._plan.ladder.all()
         samplers = [(rows, v) for rows in sorted({b.rows for b in buckets}) for v in VARIANTS]
@@ -126,7 +127,7 @@ class ProgramBuilder:
         with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as one:
             forward = {}
             for bucket in reversed(buckets):
-                tuned = on_gpu and bucket.tokens >= TUNED_FROM
+                tuned = on_gpu and self._worth_tuning(bucket)
                 task = partial(self.forward, bucket, autotune=tuned or not on_gpu)
                 forward[bucket] = (one if tuned else pool).submit(timed, f"forward {bucket}", task)
             sample = {
@@ -136,6 +137,14 @@ class ProgramBuilder:
                 forward={b: forward[b].result() for b in buckets},
                 sample={key: future.result() for key, future in sample.items()},
             )
+
+    def _worth_tuning(self, bucket: Bucket) -> bool:
+        """The largest, and decode steps whose float32 LM head is XLA's: untuned, that alone is up to 1 ms slower."""
+        model, plan = self._model, self._plan
+        own_head = not model.tie_word_embeddings and pallas_kernels.suits_linear(
+            "whole", bucket.rows, model.hidden_size, model.vocab_size, plan.dtype, backend=plan.linear_backend
+        )
+        return bucket.tokens >= TUNED_FROM or (bucket.prefill_rows == 0 and not own_head)
 
 
 def _check_aliased(compiled: Any, donated: Any, what: str) -> None:
