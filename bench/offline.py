@@ -138,6 +138,7 @@ def run(engine: EngineCore, work: list[Lengths], sampling: dict[str, Any]) -> fl
         params = SamplingParams(**sampling, max_tokens=lengths.output, ignore_eos=True, seed=index)
         ids = rng.integers(10, high, lengths.prompt).tolist()
         requests += make_requests(f"bench-{index}", ids, params, engine.info)
+    engine.reset_prefix_cache()  # the same prompts may have run before
     engine.events.clear()
     start = time.monotonic()
     for request in requests:

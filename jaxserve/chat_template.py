@@ -28,6 +28,10 @@ class ChatTemplate:
         self._template = _environment().from_string(source)
         self._variables = dict(variables)
 
+    def knows(self, variable: str) -> bool:
+        """Whether the template so much as mentions a variable."""
+        return variable in self.source
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -53,8 +57,11 @@ class ChatTemplate:
             raise RequestError(f"The chat template refuses these messages: {kind}{error}", param="messages") from error
 
 
-def read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
-    """The template of a checkpoint: a file of its own wins over the one in tokenizer_config.json."""
+def read_template(directory: Path, config: Mapping[str, Any], name: str = "default") -> str | None:
+    """A template of a checkpoint: a file of its own wins over the one in tokenizer_config.json.
+
+    Where there are several by name, "default" is for chat and "tool_use" for chat with tools; a single one is for all.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -62,9 +69,8 @@ def read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     template: Any = config.get("chat_template")
     if path.is_file():
         template = json.loads(path.read_bytes())["chat_template"]
-    if isinstance(template, list):  # named templates: the default one is for chat without further ado
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get(name)
     if template is not None and not isinstance(template, str):
         raise ValueError(f"{directory}: the chat template must be a string")
     return template
@@ -78,11 +84,22 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
     plain["content"] = _text(message.get("content"), where)
+    if thoughts := _thoughts(message, where):
+        plain["reasoning"] = plain["reasoning_content"] = thoughts  # templates know one or the other
     if calls := message.get("tool_calls"):
         if not isinstance(calls, list):
             raise RequestError(f"{where}.tool_calls must be a list.", param="messages")
         plain["tool_calls"] = [_plain_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return plain
+
+
+def _thoughts(message: Mapping[str, Any], where: str) -> str | None:
+    """What the assistant thought in an earlier turn, under either of its names."""
+    for name in ("reasoning", "reasoning_content"):
+        value = message.get(name)
+        if value is not None and not isinstance(value, str):
+            raise RequestError(f"{where}.{name} must be a string.", param="messages")
+    return message.get("reasoning") or message.get("reasoning_content")
 
 
 def _text(content: Any, where: str) -> str:

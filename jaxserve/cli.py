@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import signal
 import sys
 from typing import Any
@@ -10,6 +12,26 @@ from typing import Any
 import jaxserve
 from jaxserve import config as options
 from jaxserve.config import EngineConfig, ServerConfig
+from jaxserve.flags_file import with_flags_file
+
+API_KEY_VARIABLE = "JAXSERVE_API_KEY"
+REFUSED: dict[str, tuple[str | None, str]] = {
+    "--trust-remote-code": (None, "nothing from a checkpoint is ever executed"),
+    "--no-enable-chunked-prefill": (None, "long prompts are always computed in chunks"),
+    "--enforce-eager": (None, "there is no eager mode; every program is compiled at start"),
+    "--revision": ("NAME", "--model takes a directory, and nothing is downloaded"),
+    "--download-dir": ("DIR", "--model takes a directory, and nothing is downloaded"),
+    "--enable-log-requests": (None, "prompts and answers are never logged"),
+    "--quantization": ("METHOD", "quantized weights are not supported yet"),
+    "--speculative-config": ("JSON", "speculative decoding is not supported yet"),
+    "--hf-overrides": ("JSON", "overrides of config.json are not supported yet"),
+    "--enable-lora": (None, "LoRA adapters are not supported yet"),
+    "--lora-modules": ("NAME=PATH", "LoRA adapters are not supported yet"),
+    "--pipeline-parallel-size": ("N", "pipeline parallelism is not supported"),
+    "--data-parallel-size": ("N", "data parallelism is not supported yet"),
+    "--cpu-offload-gb": ("GIB", "weights cannot be offloaded"),
+}
+"""Flags of vLLM's without a counterpart here: what their values are called (None: they have none), and why not."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,9 +43,9 @@ def main(argv: list[str] | None = None) -> int:
         if argv and not argv[0].startswith("-"):
             argv = ["--model", *argv]
     parser = make_parser()
-    arguments = vars(parser.parse_args(argv))
     try:
-        server = make_config(arguments)
+        argv = with_flags_file(argv, parser)
+        server = make_config(vars(parser.parse_args(argv)))
     except ValueError as error:
         parser.error(str(error))
     from jaxserve.server.launch import run
@@ -36,8 +58,11 @@ def make_config(arguments: dict[str, Any]) -> ServerConfig:
     engine_fields, server_fields = EngineConfig.__struct_fields__, ServerConfig.__struct_fields__
     engine = EngineConfig(**{name: value for name, value in arguments.items() if name in engine_fields})
     rest = {name: value for name, value in arguments.items() if name in server_fields}
-    if "served_model_name" in rest:
-        rest["served_model_name"] = tuple(rest["served_model_name"])
+    if "api_key" not in rest and (key := os.environ.get(API_KEY_VARIABLE)):
+        rest["api_key"] = (key,)
+    for name in ("served_model_name", "api_key"):
+        if name in rest:
+            rest[name] = tuple(rest[name])
     return ServerConfig(engine=engine, **rest)
 
 
@@ -55,6 +80,10 @@ def make_parser() -> argparse.ArgumentParser:
     _server_flags(parser)
     _engine_flags(parser)
     _device_flags(parser)
+    for flag, (metavar, reason) in REFUSED.items():
+        parser.add_argument(
+            flag, action=_Refused, nargs=0 if metavar is None else "+", reason=reason, help=argparse.SUPPRESS
+        )
     return parser
 
 
@@ -71,6 +100,10 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         "--generation-config", metavar="auto|vllm|DIR",
         help="sampling defaults: auto, the model's generation_config.json; vllm, neutral; or a directory [auto]",
     )  # fmt: skip
+    group.add_argument(
+        "--override-generation-config", type=_json_object, metavar="JSON",
+        help="""sampling defaults that go before those, e.g. '{"temperature": 0.6}'""",
+    )  # fmt: skip
     group.add_argument("--dtype", choices=options.DTYPES, help="[auto: float32 on a CPU, else the checkpoint's]")
     group.add_argument("--load-format", choices=options.LOAD_FORMATS, help="[safetensors]")
     group.add_argument(
@@ -85,7 +118,46 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", metavar="ADDRESS", help="[127.0.0.1]")
     group.add_argument("--port", type=int, metavar="N", help="[8000]")
+    group.add_argument("--api-server-count", type=int, metavar="N", help="processes that speak HTTP [1]")
+    group.add_argument("--uds", metavar="PATH", help="Unix socket to listen on, in the place of host and port")
+    group.add_argument("--root-path", metavar="/PREFIX", help="what a proxy in front takes off the paths")
+    group.add_argument(
+        "--api-key", nargs="+", action="extend", metavar="KEY",
+        help=f"keys of which a request must bring one; may be repeated [${API_KEY_VARIABLE}, which ps does not show]",
+    )  # fmt: skip
+    group.add_argument("--allowed-origins", type=_strings, metavar="JSON", help="origins that browsers may call from")
+    group.add_argument("--allowed-methods", type=_strings, metavar="JSON", help="""their methods ['["*"]']""")
+    group.add_argument("--allowed-headers", type=_strings, metavar="JSON", help="""their headers ['["*"]']""")
+    group.add_argument("--allow-credentials", action="store_true", help="they may send cookies")
+    for name, what in (("keyfile", "private key"), ("certfile", "certificate"), ("ca-certs", "clients' authorities")):
+        group.add_argument(f"--ssl-{name}", metavar="FILE", help=f"TLS: {what}, in PEM")
+    group.add_argument("--ssl-cert-reqs", type=int, metavar="N", help="TLS: 2 wants clients' certificates [0]")
+    group.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line goes before it")
+    group.add_argument("--accept-any-model", action="store_true", help="requests may name any model")
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help="the model may call a request's tools")
+    group.add_argument("--tool-call-parser", choices=options.TOOL_PARSERS, help="how it writes that")
+    group.add_argument(
+        "--reasoning-parser", metavar="NAME",
+        help="how the model marks its thoughts: deepseek_r1, qwen3, or its own tags as START...END",
+    )  # fmt: skip
+    group.add_argument(
+        "--enable-force-include-usage", action="store_true", help="streams end with usage, asked for or not"
+    )
+    group.add_argument("--enable-per-request-metrics", action="store_true", help="answers tell where their time went")
+    group.add_argument("--enable-request-id-headers", action="store_true", help="every answer has an X-Request-Id")
+    group.add_argument("--disable-log-requests", action="store_true", help="as it is anyway: prompts are never logged")
     group.add_argument("--shutdown-timeout", type=float, metavar="S", help="time to finish after SIGTERM [30]")
+    group.add_argument(
+        "--max-num-queued-reqs", type=_count_or_none, metavar="N|none",
+        help="requests that may wait; calls beyond are answered 429 [1024]",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-queued-tokens", type=_count_or_none, metavar="N|none", help="tokens that may wait [none]"
+    )
+    group.add_argument(
+        "--request-timeout", type=float, metavar="S", help="answers end with what they have after this time [none]"
+    )
+    group.add_argument("--enable-debug-steps", action="store_true", help="GET /debug/steps shows the last steps")
     group.add_argument("--log-level", choices=options.LOG_LEVELS, help="[info]")
     group.add_argument("--log-json", action="store_true", help="log JSON objects, one a line")
 
@@ -94,6 +166,10 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("scheduling")
     group.add_argument("--max-num-seqs", type=_count, metavar="N", help="sequences at once [CPU 16, GPU 256]")
     group.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="tokens a step [CPU 512, GPU 8192]")
+    group.add_argument(
+        "--scheduling-policy", choices=("fcfs", "priority"), help="order of admission: by arrival or by priority [fcfs]"
+    )
+    group.add_argument("--enable-chunked-prefill", action="store_true", help="as it is anyway")
     group.add_argument("--async-depth", type=int, metavar="N", help="steps in flight, 1 or 2 [CPU 1, GPU 2]")
     group.add_argument("--row-buckets", type=_sizes, metavar="N,N", help="padded numbers of decoding sequences")
     group.add_argument("--token-buckets", type=_sizes, metavar="N,N", help="padded sizes of prefill steps")
@@ -103,17 +179,63 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("memory and devices")
     group.add_argument("--block-size", type=int, metavar="N", help="tokens a KV block [16]")
     group.add_argument("--gpu-memory-utilization", type=float, metavar="F", help="share of GPU memory to use [0.9]")
+    group.add_argument(
+        "--swap-space", type=float, metavar="GIB",
+        help="pinned host memory for KV blocks of preempted requests, used where cheaper than computing again [0]",
+    )  # fmt: skip
+    group.add_argument("--kv-cache-dtype", choices=("auto",), help="[auto: the model's]")
     group.add_argument("--kv-cache-memory", type=_count, metavar="BYTES", help="size of the KV cache, e.g. 2GiB")
     group.add_argument("--num-gpu-blocks-override", type=_count, metavar="N", help="KV blocks, whatever the memory")
     group.add_argument(
-        "--attention-backend", choices=options.ATTENTION_BACKENDS, help="[auto: GPU triton, CPU reference]"
-    )
+        "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
+        help="keep KV blocks for later requests that begin with the same tokens [on]",
+    )  # fmt: skip
+    group.add_argument(
+        "--attention-backend", choices=options.ATTENTION_BACKENDS,
+        help="[auto: GPU triton, Hopper mosaic_gpu where it can, CPU reference]",
+    )  # fmt: skip
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="[1]")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help="[the user's cache directory]")
 
 
+class _Refused(argparse.Action):
+    """A flag that users of other servers know and that this one refuses, since to ignore it would mislead."""
+
+    def __init__(self, *, reason: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._reason = reason
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]}: {self._reason}")
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
+    return value
+
+
+def _strings(text: str) -> tuple[str, ...]:
+    """A JSON list, as vLLM has it, or values with commas between."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = text.split(",")
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a list such as ["https://example.com"]')
+    return tuple(values)
+
+
 def _length(text: str) -> int | str:
     return text if text == "auto" else _count(text)
+
+
+def _count_or_none(text: str) -> int | None:
+    return None if text == "none" else _count(text)
 
 
 def _count(text: str) -> int:

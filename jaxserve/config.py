@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "reference", "triton")
+ATTENTION_BACKENDS = ("auto", "reference", "triton", "mosaic_gpu")
 LOAD_FORMATS = ("safetensors", "dummy")
+REASONING_PARSERS = ("deepseek_r1", "qwen3")
+TOOL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic")
 LOG_LEVELS = ("debug", "info", "warning", "error")
+MAX_API_SERVERS = 64
 
 
 def cache_root() -> Path:
@@ -42,6 +46,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_memory: int | None = None
     """Bytes of KV pool; overrides the memory fraction."""
     num_gpu_blocks_override: int | None = None
+    enable_prefix_caching: bool = True
+    """Keep full KV blocks for later requests that begin with the same tokens."""
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    swap_space: float = 0.0
+    """GiB of pinned host memory for the KV blocks of preempted requests; 0: their tokens are computed again."""
     attention_backend: str = "auto"
     async_depth: int | None = None
     tensor_parallel_size: int = 1
@@ -50,6 +59,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int = 20
     generation_config: str = "auto"
     """auto: defaults from the model's generation_config.json; vllm: neutral defaults; or a directory."""
+    override_generation_config: dict[str, Any] | None = None
+    """Sampling defaults that go before those of ``generation_config``."""
     compilation_cache_dir: str | None = None
     load_format: str = "safetensors"
     token_buckets: tuple[int, ...] | None = None
@@ -74,6 +85,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--block-size must be 8, 16, 32, 64 or 128, got {self.block_size}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ValueError(f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}")
+        if self.swap_space < 0:
+            raise ValueError(f"--swap-space must not be negative, got {self.swap_space:g}")
         if self.async_depth not in (None, 1, 2):
             raise ValueError(f"--async-depth must be 1 or 2, got {self.async_depth}")
         if self.tensor_parallel_size != 1:
@@ -90,22 +103,78 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Names that requests may use; the first is the one in answers. Empty: the model argument as given."""
     host: str = "127.0.0.1"
     port: int = 8000
+    api_server_count: int = 1
+    """Processes that speak HTTP, in front of the one engine."""
+    uds: str | None = None
+    """A Unix socket to listen on, in the place of host and port."""
+    root_path: str = ""
+    """What a proxy in front takes off the paths of requests."""
+    api_key: tuple[str, ...] = ()
+    """Any of these must be in a request's Authorization header; empty: no key is needed."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins whose pages may read answers; empty: none."""
+    allowed_methods: tuple[str, ...] = ("*",)
+    allowed_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+    ssl_ca_certs: str | None = None
+    ssl_cert_reqs: int = 0
+    """``ssl.CERT_NONE``, 1 for optional and 2 for required certificates of clients."""
     chat_template: str | None = None
     """A Jinja file that replaces the model's own template."""
     log_level: str = "info"
     log_json: bool = False
     shutdown_timeout: float = 30.0
     """Seconds that running requests may take to finish after SIGTERM."""
+    max_num_queued_reqs: int | None = 1024
+    """Requests that may wait for a slot; a call beyond is answered 429. None: no limit. Likewise tokens to compute."""
+    max_num_queued_tokens: int | None = None
+    request_timeout: float | None = None
+    """Seconds after which an answer ends with what it has, waiting included."""
+    enable_debug_steps: bool = False
+    """GET /debug/steps tells what the last steps computed, for whom."""
+    enable_auto_tool_choice: bool = False
+    """Models may call tools by themselves; ``tool_call_parser`` says how they write that."""
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    """How the model marks its thoughts: a known name, or START...END."""
+    enable_force_include_usage: bool = False
+    """Streams end with a usage chunk, asked for or not."""
+    enable_per_request_metrics: bool = False
+    """Answers carry a ``metrics`` object, plain ones a Server-Timing header too."""
+    enable_request_id_headers: bool = False
+    """Answers carry an X-Request-Id also where the client sent none."""
+    accept_any_model: bool = False
+    """Requests may name any model; the one that is served answers."""
     max_body_bytes: int = 32 * 1024 * 1024
     max_choices: int = 128
-    """Bound on n, and on prompts x n of one call (times eight)."""
+    """Bound on n and best_of, and on prompts times these of one call (times eight)."""
 
     def __post_init__(self) -> None:
         _choice("--log-level", self.log_level, LOG_LEVELS)
+        if self.tool_call_parser is not None:
+            _choice("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
+        elif self.enable_auto_tool_choice:
+            raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
+        if self.reasoning_parser is not None and not re.fullmatch(r".*\S.*\.\.\..*\S.*", self.reasoning_parser):
+            _choice("--reasoning-parser", self.reasoning_parser, (*REASONING_PARSERS, "START...END"))
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ValueError(f"--api-server-count must be between 1 and {MAX_API_SERVERS}, got {self.api_server_count}")
+        if any(not key.strip() for key in self.api_key):
+            raise ValueError("--api-key must not be empty")
+        if self.root_path and not re.fullmatch(r"(/[^/]+)+", self.root_path):
+            raise ValueError(f"--root-path must look like /prefix, got {self.root_path!r}")
+        if self.ssl_keyfile and not self.ssl_certfile:
+            raise ValueError("--ssl-keyfile needs --ssl-certfile")
+        if self.ssl_cert_reqs not in (0, 1, 2):
+            raise ValueError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout:g}")
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ValueError(f"--request-timeout must be positive, got {self.request_timeout:g}")
 
     @property
     def model_names(self) -> tuple[str, ...]:

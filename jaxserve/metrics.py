@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disa
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from jaxserve.engine.admission import REFUSAL_REASONS
 from jaxserve.engine.events import StepEvent
 from jaxserve.request import Request
 
@@ -103,6 +104,13 @@ class Metrics:
         self.kv_usage = self._make(Gauge, "vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.")
         self._preemptions = self._make(Counter, "vllm:num_preemptions", "Preemptions.")
         self._prompt_tokens = self._make(Counter, "vllm:prompt_tokens", "Prompt tokens of requests that gave a token.")
+        self._prompt_cached = self._make(
+            Counter, "vllm:prompt_tokens_cached", "Of those, how many an earlier request had left computed."
+        )
+        self._cache_queries = self._make(
+            Counter, "vllm:prefix_cache_queries", "Prompt tokens of admitted requests that looked for cached blocks."
+        )
+        self._cache_hits = self._make(Counter, "vllm:prefix_cache_hits", "Of those, how many they found.")
         self._generated = self._make(Counter, "vllm:generation_tokens", "Tokens generated.")
         self._idle = self._make(Counter, "jaxserve:engine_idle_seconds", "Seconds without any request.")
         self._ttft = self._seconds("vllm:time_to_first_token_seconds", "From arrival to the first token.")
@@ -126,7 +134,19 @@ class Metrics:
         self._request_preemptions = self._histogram(
             "vllm:request_num_preemptions", "Preemptions a request.", (0, 1, 2, 5, 10)
         )
+        self._swapped = Counter(
+            "jaxserve:swapped_blocks", "KV blocks moved to host memory and back.", ("model_name", "direction"),
+            registry=self._registry,
+        )  # fmt: skip
+        for direction in ("out", "in"):
+            self._swapped.labels(model_name, direction)
         self._padding = self._histogram("jaxserve:padding_waste_ratio", "Padding share of a step's tokens.", _RATIOS)
+        self._rejections = Counter(
+            "vllm:admission_rejections", "Calls refused for want of room or time.", ("model_name", "reason"),
+            registry=self._registry,
+        )  # fmt: skip
+        for reason in REFUSAL_REASONS:
+            self._rejections.labels(model_name, reason)
         labels = ("model_name", "finished_reason")
         self._success = Counter("vllm:request_success", "Finished requests.", labels, registry=self._registry)
         for reason in ("stop", "length", "abort", "error"):
@@ -174,13 +194,23 @@ class Metrics:
         self._padding.observe(1 - event.num_tokens / event.padded_tokens)
         self._iteration.observe(counted_tokens)
         self._preemptions.inc(len(event.preempted))
+        for direction, blocks in zip(("out", "in"), event.swapped_blocks, strict=True):
+            if blocks:
+                self._swapped.labels(self._model, direction).inc(blocks)
+        self._cache_queries.inc(event.queried_tokens)
+        self._cache_hits.inc(event.cached_tokens)
 
     def first_token(self, request: Request) -> None:
         self._prompt_tokens.inc(request.prompt_len)
+        self._prompt_cached.inc(request.num_cached_tokens)
         self._ttft.observe(request.first_token_time - request.arrival_time)
 
     def later_token(self, seconds: float) -> None:
         self._itl.observe(seconds)
+
+    def refused(self, reason: str) -> None:
+        """``reason`` is one of REFUSAL_REASONS."""
+        self._rejections.labels(self._model, reason).inc()
 
     def generated(self, tokens: int) -> None:
         self._generated.inc(tokens)

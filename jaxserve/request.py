@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
+from typing import Literal
 
 import msgspec
 
@@ -15,6 +16,20 @@ INT64 = range(-(2**63), 2**63)
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 64
+MAX_BAD_WORDS_TOKENISED = 2 * MAX_BAD_WORDS
+"""Each as it stands, and with a space before it."""
+MAX_BAD_WORD_TOKENS = 8
+
+RANGES = {
+    "temperature": (0.0, 1e4),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "repetition_penalty": (1e-3, 1e3),
+}
 
 
 class RequestError(ValueError):
@@ -24,6 +39,16 @@ class RequestError(ValueError):
         super().__init__(message)
         self.param = param
         self.code = code
+
+
+class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What an answer's text must match."""
+
+    kind: Literal["json", "json_object", "regex", "choice", "grammar"]
+    value: str = ""
+    """A JSON Schema, a regular expression, a JSON list of strings, or a grammar; nothing for any JSON object."""
+    field: str
+    """The request's field that asked for it, which errors name."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -45,6 +70,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Drop tokens less likely than this times the likeliest."""
     seed: int | None = None
     """The same seed and prompt give the same answer; None draws a fresh one."""
+    presence_penalty: float = 0.0
+    """Taken off the logits of tokens that the answer has already."""
+    frequency_penalty: float = 0.0
+    """Taken off them for each time."""
+    repetition_penalty: float = 1.0
+    """Makes tokens of the answer and of the prompt less likely where it is above 1: it divides logits above 0 and
+    multiplies others."""
+    logit_bias: dict[int, float] = {}
+    """What to add to the logits of some token ids, after the penalties."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens; None: any."""
+    bad_words: tuple[str, ...] = ()
+    """What the answer may not contain, neither so nor with a space before it, as the tokenizer splits it. Who has the
+    tokenizer puts the ids in ``bad_words_token_ids``."""
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that the answer may not contain."""
+    min_tokens: int = 0
+    """Neither EOS nor a stop token or string ends the answer before it has this many tokens."""
     max_tokens: int | None = 16
     """Tokens to generate at most; None: as many as fit."""
     stop: tuple[str, ...] = ()
@@ -54,9 +97,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     """Log-probabilities of the chosen token and of this many likeliest ones; None: none at all."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    structured: StructuredSpec | None = None
 
     def __post_init__(self) -> None:
-        for name, low, high in (("temperature", 0.0, 1e4), ("top_p", 0.0, 1.0), ("min_p", 0.0, 1.0)):
+        for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if not isfinite(value) or not low <= value <= high:
                 raise ValueError(f"{name} must be between {low:g} and {high:g}, got {value}")
@@ -78,6 +122,40 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError(f"stop strings must have 1 to {MAX_STOP_LENGTH} characters")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise ValueError(f"stop_token_ids may hold at most {MAX_STOP_TOKEN_IDS} ids")
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if len(self.logit_bias) > MAX_LOGIT_BIASES:
+            raise ValueError(f"logit_bias may hold at most {MAX_LOGIT_BIASES} ids, got {len(self.logit_bias)}")
+        for token, bias in self.logit_bias.items():
+            if not -100.0 <= bias <= 100.0:
+                raise ValueError(f"logit_bias must be between -100 and 100, got {bias} for {token}")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must hold at least one id")
+        if len(self.bad_words) > MAX_BAD_WORDS or len(self.bad_words_token_ids) > MAX_BAD_WORDS_TOKENISED:
+            raise ValueError(f"bad_words may hold at most {MAX_BAD_WORDS} words")
+        if any(not 0 < len(word) <= MAX_STOP_LENGTH for word in self.bad_words) or not all(self.bad_words_token_ids):
+            raise ValueError(f"bad_words must have 1 to {MAX_STOP_LENGTH} characters each")
+        longest = max(map(len, self.bad_words_token_ids), default=0)
+        if longest > MAX_BAD_WORD_TOKENS:
+            raise ValueError(f"bad_words may have at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {longest}")
+        if self.min_tokens < 0:
+            raise ValueError(f"min_tokens must not be negative, got {self.min_tokens}")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens must not be more than max_tokens = {self.max_tokens}, got {self.min_tokens}")
+
+    @property
+    def has_options(self) -> bool:
+        """Whether the sampler must know more of the request than its last logits."""
+        return bool(
+            self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words_token_ids
+            or self.min_tokens
+        )
 
     @property
     def greedy(self) -> bool:
@@ -98,6 +176,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     choice_index: int = 0
     arrival_time: float = 0.0
     """``time.monotonic()`` when the request came in; one clock for all processes of a machine."""
+    group: str = ""
+    """The call that this answer belongs to; all of a call's answers can be aborted by it."""
+    priority: int = 0
+    """Lower goes first, where the scheduling policy heeds it."""
+    cache_salt: str | None = None
+    """Cached blocks are shared only between requests of the same salt."""
+    deadline: float | None = None
+    """``time.monotonic()`` at which the answer ends with what it has by then."""
 
 
 def fresh_seed() -> int:
@@ -126,12 +212,19 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+def engine_id(client: bytes, request_id: str) -> str:
+    """What the engine calls a client's request: two clients may give theirs the same id."""
+    return f"{client.hex()}/{request_id}" if client else request_id
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """The engine's record of one request. Only the scheduler and the KV manager write it."""
 
     request_id: str
+    """Unique in the engine, see ``engine_id``."""
     client: bytes
+    client_request_id: str
     prompt_len: int
     token_ids: list[int]
     """Prompt, then every token generated and collected so far."""
@@ -143,11 +236,35 @@ class Request:
     """Tokens that end the answer: the caller's, and the model's EOS ids unless they are ignored."""
     arrival_time: float
     arrival_order: int
+    has_options: bool
+    """``sampling.has_options``, which is asked for every step."""
+    length_limit: int = field(init=False)
+    """Tokens at which the answer has its max_tokens."""
+    group: str = ""
+    priority: int = 0
+    cache_salt: str | None = None
+    takes_cached_blocks: bool = True
+    """False for one that wants to know something of every prompt token, so that all must be computed."""
+    rank: tuple[float, int] = (0.0, 0)
+    """The scheduler's order: the lowest is admitted first and preempted last."""
 
     status: Status = Status.WAITING
     slot: int = -1
     """Row of the device's batch state while running."""
     block_ids: list[int] = field(default_factory=list)
+    block_names: list[bytes] = field(default_factory=list)
+    """The root's, then those of the first full blocks, as far as somebody asked; known tokens never change."""
+    num_passed_blocks: int = 0
+    """Of the first blocks, how many a sliding window has passed: they were freed, and block 0 stands for them."""
+    num_swapped_blocks: int = 0
+    """Blocks that lie in host memory while the request waits to go on."""
+    num_published_blocks: int = 0
+    announced_block: bytes | None = None
+    """Name of the block that this request computes next and that others wait for."""
+    awaited_block: bytes | None = None
+    """Name of the block that this request waits for while another one computes it."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found computed when the request was first admitted."""
     num_device_blocks: int = 0
     """Of these, how many stand in the device's block table."""
     num_computed_tokens: int = 0
@@ -162,6 +279,9 @@ class Request:
     scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.length_limit = self.prompt_len + self.max_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -180,8 +300,9 @@ class Request:
     def create(cls, item: EngineRequest, *, client: bytes, eos_ids: frozenset[int], order: int) -> Request:
         stop_ids = frozenset(item.sampling.stop_token_ids)
         return cls(
-            request_id=item.request_id,
+            request_id=engine_id(client, item.request_id),
             client=client,
+            client_request_id=item.request_id,
             prompt_len=len(item.prompt_token_ids),
             token_ids=list(item.prompt_token_ids),
             sampling=item.sampling,
@@ -191,4 +312,8 @@ class Request:
             stop_ids=stop_ids if item.sampling.ignore_eos else stop_ids | eos_ids,
             arrival_time=item.arrival_time,
             arrival_order=order,
+            has_options=item.sampling.has_options,
+            group=item.group,
+            priority=item.priority,
+            cache_salt=item.cache_salt,
         )

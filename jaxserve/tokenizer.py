@@ -28,6 +28,7 @@ class Tokenizer:
         *,
         named_tokens: Mapping[str, str] | None = None,
         chat_template: str | None = None,
+        tool_template: str | None = None,
     ) -> None:
         self._backend = backend
         self.named_tokens = dict(named_tokens or {})
@@ -35,6 +36,10 @@ class Tokenizer:
         self._special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._bytes = _token_bytes(backend)
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template, self.named_tokens)
+        self._tool_template = (
+            self.chat_template if tool_template is None else ChatTemplate(tool_template, self.named_tokens)
+        )
+        """For conversations with tools."""
         bos = self.named_tokens.get("bos_token")
         self.bos_id = None if bos is None else backend.token_to_id(bos)
 
@@ -56,8 +61,10 @@ class Tokenizer:
         named = _named_tokens(_read_json(directory / "special_tokens_map.json") | config)
         where = Path(chat_template_file) if chat_template_file is not None else directory
         try:
-            source = where.read_text("utf-8") if chat_template_file else read_template(directory, config)
-            return cls(backend, named_tokens=named, chat_template=source)
+            if chat_template_file:
+                return cls(backend, named_tokens=named, chat_template=where.read_text("utf-8"))
+            default, with_tools = (read_template(directory, config, name) for name in ("default", "tool_use"))
+            return cls(backend, named_tokens=named, chat_template=default, tool_template=with_tools)
         except jinja2.TemplateError as error:
             raise ValueError(f"{where}: the chat template cannot be parsed: {error}") from error
         except (OSError, KeyError, TypeError, UnicodeDecodeError) as error:
@@ -77,6 +84,11 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """A token on its own, as logprobs and /tokenize show it."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is spelled like this, if there is one."""
+        token_id: int | None = self._backend.token_to_id(text)
+        return token_id
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
@@ -111,20 +123,23 @@ class Tokenizer:
         Text of special tokens counts as such where the template writes it; where a message contains it, it
         is ordinary text, so that no message can pose as another turn.
         """
-        if self.chat_template is None:
+        template = self._tool_template if tools else self.chat_template
+        if template is None:
             raise RequestError(
                 "This model has no chat template; send text to /v1/completions, or start the server with"
                 " --chat-template.",
                 param="messages",
             )
+        if tools and not template.knows("tools"):
+            raise RequestError("The chat template of this model takes no tools.", param="tools")
         plain = plain_messages(messages)
+        if not template.knows("developer"):  # OpenAI's newer word for the same
+            plain = [{**m, "role": "system"} if m.get("role") == "developer" else m for m in plain]
         mark = _Mark(self._markup)
         marked = [mark.message(message) for message in plain]
         marked_tools = None if tools is None else map_strings(list(tools), mark.text)
         marked_kwargs = map_strings(kwargs, mark.text)
-        text = self.chat_template.render(
-            marked, add_generation_prompt=add_generation_prompt, tools=marked_tools, **marked_kwargs
-        )
+        text = template.render(marked, add_generation_prompt=add_generation_prompt, tools=marked_tools, **marked_kwargs)
         if continue_final_message:
             text = _cut_after(text, marked[-1]["content"])
         if not mark.used:
@@ -133,9 +148,8 @@ class Tokenizer:
 
     @functools.cached_property
     def _markup(self) -> _Markup:
-        assert self.chat_template is not None
         added = self._backend.get_added_tokens_decoder().values()
-        source = self.chat_template.source
+        source = "".join(template.source for template in (self.chat_template, self._tool_template) if template)
         special = [token.content for token in added if token.special]
         written = [token.content for token in added if not token.special and token.content in source]
         return _Markup(_any_of(special), _any_of(special + written))

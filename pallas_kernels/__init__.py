@@ -5,13 +5,16 @@ Shapes: T tokens, S sequences, M blocks a sequence, N blocks of the cache, B tok
 K KV heads, D head size. A cache is ``[N, B, K, D]``; block 0 belongs to nobody and takes the writes of padding.
 """
 
+from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.dispatch import (
     add_rms_norm,
+    adjust_logits,
     backends,
     decode_attention,
     gated_linear,
     linear,
     linear_parts,
+    plan_decode,
     prefill_attention,
     rope_and_write,
     sample,
@@ -20,12 +23,15 @@ from pallas_kernels.dispatch import (
 )
 
 __all__ = [
+    "DecodePlan",
     "add_rms_norm",
+    "adjust_logits",
     "backends",
     "decode_attention",
     "gated_linear",
     "linear",
     "linear_parts",
+    "plan_decode",
     "prefill_attention",
     "rope_and_write",
     "sample",

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.adjust import Penalties
+from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -44,6 +46,10 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_rope",
     },
+    "plan_decode": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_decode",
+    },
     "decode_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_decode",
@@ -51,6 +57,11 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "prefill_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_prefill",
+        "mosaic_gpu": "pallas_kernels.mosaic_prefill",
+    },
+    "adjust_logits": {
+        "reference": "pallas_kernels.adjust",
+        "triton": "pallas_kernels.triton_adjust",
     },
     "sample": {
         "reference": "pallas_kernels.sampling",
@@ -136,31 +147,50 @@ def rope_and_write(
     return _implementation("rope_and_write", backend)(qkv, cos, sin, k_cache, v_cache, slots, dtype=dtype)
 
 
+def plan_decode(
+    seq_lens: Array,
+    *,
+    kv_heads: int,
+    max_seq_len: int,
+    window: int | None,
+    backend: str,
+    split_size: int | None = None,
+) -> DecodePlan:
+    """How ``decode_attention`` shares out the work of sequences of ``seq_lens[S]``, none above ``max_seq_len``.
+
+    With a ``window``, only the last ``window`` positions of a sequence are seen. ``split_size`` (a multiple of 64)
+    fixes how many keys are summed in one go, so that a row's order of summation depends on its own length alone.
+    """
+    run = _implementation("plan_decode", backend)
+    options = {"kv_heads": kv_heads, "max_seq_len": max_seq_len, "window": window, "split_size": split_size}
+    result: DecodePlan = run(seq_lens, **options)
+    return result
+
+
 def decode_attention(
     q: Array,
     k_cache: Array,
     v_cache: Array,
     block_tables: Array,
     seq_lens: Array,
+    plan: DecodePlan,
     *,
     scale: float,
-    window: int | None,
     backend: str,
-    split_size: int | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
-) -> Array:
-    """Attention of one query a sequence, the last of its ``seq_lens[s]`` tokens.
+) -> tuple[Array, DecodePlan]:
+    """Attention of one query a sequence, the last of its ``seq_lens[s]`` tokens, for which ``plan`` was made.
 
-    ``q[S, H, D]``, ``block_tables[S, M]``, ``seq_lens[S]`` -> ``[S, H, D]`` in q's dtype. Query head h reads
-    KV head h // (H / K). With a ``window``, only the last ``window`` positions are seen. A row of length 0 is
-    padding and gives zeros. ``split_size`` (a multiple of 64) fixes how many keys are summed in one go, so that a row's
-    order of summation depends on its own length alone. ``k_scale`` and ``v_scale``, float32 ``[K]`` and given together,
-    multiply the keys and values of each KV head.
+    ``q[S, H, D]``, ``block_tables[S, M]``, ``seq_lens[S]`` -> ``[S, H, D]`` in q's dtype, and the plan for the next
+    layer, whose scratch memory is used in place. Query head h reads KV head h // (H / K). A row of length 0 is padding
+    and gives zeros. ``k_scale`` and ``v_scale``, float32 ``[K]`` and given together, multiply the keys and values of
+    each KV head.
     """
     run = _implementation("decode_attention", backend)
-    options = {"split_size": split_size, "k_scale": k_scale, "v_scale": v_scale}
-    return run(q, k_cache, v_cache, block_tables, seq_lens, scale=scale, window=window, **options)
+    options = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    result: tuple[Array, DecodePlan] = run(q, k_cache, v_cache, block_tables, seq_lens, plan, **options)
+    return result
 
 
 def prefill_attention(
@@ -189,7 +219,25 @@ def prefill_attention(
     return run(q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, **options)
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> Array:
-    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``; ``positions[R]`` is where the token will stand.
+def adjust_logits(
+    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, *, backend: str
+) -> tuple[Array, Array]:
+    """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed; and the logarithm of each row's sum of
+    exponentials before that, float32 ``[R]``, NaN where a logit is not finite.
+
+    ``seen[S, V]``, int16, says of each slot how often a token was generated, and by its sign whether the prompt has
+    it; ``slots[R]`` are the rows' own. ``allowed[R, ceil(V / 32)]`` holds a bit a token, id i in bit i % 32 of word
+    i // 32.
+    Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
+    """
+    run = _implementation("adjust_logits", backend)
+    result: tuple[Array, Array] = run(logits, seen, slots, penalties, allowed)
+    return result
+
+
+def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> tuple[Array, Array]:
+    """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
+    exponentials, float32 ``[R]``, NaN where a logit is not finite; ``positions[R]`` is where the token will stand.
     Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding."""
-    return _implementation("sample", backend)(logits, rows, positions)
+    result: tuple[Array, Array] = _implementation("sample", backend)(logits, rows, positions)
+    return result

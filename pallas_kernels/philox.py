@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 Array = jax.Array
 
@@ -28,14 +29,17 @@ def _multiply(a: Array, b: int) -> tuple[Array, Array]:
 def philox(key: tuple[Array, Array], counter: tuple[Array, Array, Array, Array]) -> tuple[Array, Array, Array, Array]:
     """Four uint32 of random bits for each element of the broadcast uint32 key and counter words."""
     k0, k1 = key
-    c0, c1, c2, c3 = counter
-    for round_index in range(_ROUNDS):
+    shape = jnp.broadcast_shapes(*(word.shape for word in (*key, *counter)))
+
+    def round_(index: Array, words: tuple[Array, ...]) -> tuple[Array, Array, Array, Array]:
+        c0, c1, c2, c3 = words
         high0, low0 = _multiply(c0, _MULTIPLIERS[0])
         high1, low1 = _multiply(c2, _MULTIPLIERS[1])
-        step0 = jnp.uint32(round_index * _KEY_STEPS[0] & 0xFFFFFFFF)
-        step1 = jnp.uint32(round_index * _KEY_STEPS[1] & 0xFFFFFFFF)
-        c0, c1, c2, c3 = high1 ^ c1 ^ (k0 + step0), low1, high0 ^ c3 ^ (k1 + step1), low0
-    return c0, c1, c2, c3
+        step0, step1 = (index.astype(jnp.uint32) * jnp.uint32(step) for step in _KEY_STEPS)
+        return high1 ^ c1 ^ (k0 + step0), low1, high0 ^ c3 ^ (k1 + step1), low0
+
+    # A loop, since a CPU's compiler computes unrolled rounds again for each of the four words.
+    return lax.fori_loop(0, _ROUNDS, round_, tuple(jnp.broadcast_to(word, shape) for word in counter))
 
 
 def vocabulary_bits(seeds: Array, choices: Array, positions: Array, vocab_size: int) -> Array:
@@ -48,3 +52,11 @@ def vocabulary_bits(seeds: Array, choices: Array, positions: Array, vocab_size: 
     zero = jnp.zeros((1, 1), jnp.uint32)
     bits = jnp.stack(philox((words[0], words[1]), (groups, words[2], words[3], zero)), axis=-1)
     return bits.reshape(seeds.shape[0], -1)[:, :vocab_size]
+
+
+def token_bits(seeds: Array, choices: Array, positions: Array, ids: Array) -> Array:
+    """The same of some ids, int32 ``[R, N]``: uint32 ``[R, N]``."""
+    words = [a.astype(jnp.uint32)[:, None] for a in (seeds[:, 0], seeds[:, 1], positions, choices)]
+    groups, zero = (ids // 4).astype(jnp.uint32), jnp.zeros((1, 1), jnp.uint32)
+    bits = philox((words[0], words[1]), (groups, words[2], words[3], zero))
+    return jnp.select([ids % 4 == word for word in range(4)], bits)

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.decode_plan import DecodePlan
+
 CHUNK = 128
 QUERY_TILE = 32
 Array = jax.Array
@@ -110,20 +112,27 @@ def write_kv(k_cache: Array, v_cache: Array, k: Array, v: Array, slots: Array) -
     return put(k_cache, k), put(v_cache, v)
 
 
+def plan_decode(
+    seq_lens: Array, *, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None
+) -> DecodePlan:
+    """Nothing to plan; a row's order of summation depends on its own length alone, whatever the split size."""
+    del seq_lens, kv_heads, max_seq_len
+    return DecodePlan((), window, split_size)
+
+
 def decode_attention(
     q: Array,
     k_cache: Array,
     v_cache: Array,
     block_tables: Array,
     seq_lens: Array,
+    plan: DecodePlan,
     *,
     scale: float,
-    window: int | None,
-    split_size: int | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
-) -> Array:
-    del split_size  # the order of summation depends on a row's own length anyway
+) -> tuple[Array, DecodePlan]:
+    window = plan.window
     num_seqs, num_heads, head_dim = q.shape
     block_size, kv_heads = k_cache.shape[1:3]
     blocks, chunk = _chunking(block_size)
@@ -148,7 +157,7 @@ def decode_attention(
     first = jnp.array(0) if window is None else _first_chunk(seq_lens, window, chunk)
     state = _Softmax.start(queries.shape[:3], head_dim)
     state = lax.fori_loop(first, (seq_lens.max() + chunk - 1) // chunk, step, state)
-    return state.result().reshape(q.shape).astype(q.dtype)
+    return state.result().reshape(q.shape).astype(q.dtype), plan
 
 
 def prefill_attention(

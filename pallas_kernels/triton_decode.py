@@ -1,7 +1,8 @@
-"""Decode attention in Triton: split KV, the query heads of a KV head packed into one tile.
+"""Decode attention in Triton: split KV over a list of work items (``triton_decode_plan``).
 
-A program takes one sequence, one KV head and one stretch of its keys, and keeps an online softmax over it; where there
-are several stretches a second kernel combines their partial results (Flash-Decoding, Dao et al. 2023).
+A program takes one item, a stretch of a sequence's keys, and one KV head, whose query heads it packs into one tile, and
+keeps an online softmax over it (Flash-Decoding, Dao et al. 2023). Where a sequence has several items, the program that
+is last to finish combines their partial results, in the order of positions.
 """
 
 from __future__ import annotations
@@ -14,75 +15,53 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from pallas_kernels.decode_plan import DecodePlan
+from pallas_kernels.triton_decode_plan import ITEM, launch_plan, plan_kernel
 from pallas_kernels.triton_softmax import LOG2E, accumulate
 
 Array = jax.Array
 
-MAX_SPLITS = 128
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How a program works; found by measuring (bench/kernels.py)."""
-
-    tile: int
-    num_warps: int
-    num_stages: int
-    programs: int = 132 * 4
-    """About as many programs as keep a Hopper GPU's memory busy; fewer sequences are split to reach it."""
-
-
-TUNING = Tuning(tile=64, num_warps=4, num_stages=3)
-WIDE_TUNING = Tuning(tile=32, num_warps=4, num_stages=2)
-"""For float32 operands, multiplied at full precision."""
-
-
-@triton.jit
-def _stretch(
-    length, split, WINDOW: tl.constexpr, SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """First and last + 1 position of a split. The stretches of a row depend on its own length (and window) alone."""
-    first = 0
-    if WINDOW > 0:
-        first = tl.maximum(length - WINDOW, 0) // TILE * TILE
-    if SPLIT_SIZE > 0:
-        first = first // SPLIT_SIZE * SPLIT_SIZE
-        size = SPLIT_SIZE
-    else:
-        size = tl.maximum(tl.cdiv(tl.cdiv(length - first, SPLITS), TILE), 1) * TILE
-    start = first + split * size
-    return start, tl.minimum(start + size, length)
+COPIES = tl.constexpr(4)
+"""Of a partial result's softmax sum: a thread loads it as it does four columns of the result, 16 bytes at once."""
 
 
 @triton.jit
 def decode_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, k_scale_ptr, v_scale_ptr, out_ptr, lse_ptr,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr,
-    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr,
-    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLE_WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, SPLIT_SIZE: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, items_ptr, k_scale_ptr, v_scale_ptr, counters_ptr, out_ptr, partial_ptr, lse_ptr,
+    table_width,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
+    GROUPS_PAD: tl.constexpr, ROWS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, K, SPLITS). With one split ``out[S, K, G, D]`` is the result, else float32 partial results
-    ``[S, K, SPLITS, G, D]`` with the log2 of their softmax sums in ``lse[S, K, SPLITS, G]``."""
-    seq, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    length = tl.load(lens_ptr + seq)
-    start, end = _stretch(length, split, WINDOW, SPLITS, SPLIT_SIZE, TILE)
-    if SPLITS == 1 or start < end:
-        group, dim, tile = tl.arange(0, GROUPS_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
-        row = seq * KV_HEADS + head
+    """Grid (max_items * K,). A sequence's only item gives ``out[S, K, G, D]``; others float32 partial results
+    ``[max_items, K, G, D]``, with the log2 of their softmax sums in ``lse[max_items, K, G, COPIES]``.
+    ``counters[S, K]``, how many items of a sequence are done, are zero before and after."""
+    item, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    number = tl.load(items_ptr)
+    words = items_ptr + (1 + item) * ITEM
+    seq, start, end, place = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+    first_place, count, length = tl.load(words + 4), tl.load(words + 5), tl.load(words + 6)
+    if item < number:
+        group, dim, tile = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
         rows_seen = (group < GROUPS)[:, None] & (dim < DIM)[None, :]
-        q = tl.load(q_ptr + (row * GROUPS + group)[:, None] * DIM + dim[None, :], mask=rows_seen, other=0.0)
-        peak = tl.full([GROUPS_PAD], float("-inf"), tl.float32)
-        total = tl.zeros([GROUPS_PAD], tl.float32)
-        acc = tl.zeros([GROUPS_PAD, DIM_PAD], tl.float32)
+        in_row = group[:, None] * DIM + dim[None, :]
+        row = seq * KV_HEADS + head
+        q = tl.load(q_ptr + row * GROUPS * DIM + in_row, mask=rows_seen, other=0.0)
+        table = tables_ptr + seq.to(tl.int64) * table_width
+        # Blocks are looked up a tile ahead, so that the copies of keys and values do not wait for them.
+        next_block = tl.load(table + (start + tile) // BLOCK_SIZE, mask=start + tile < end, other=0)
+        peak = tl.full([ROWS_PAD], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS_PAD], tl.float32)
+        acc = tl.zeros([ROWS_PAD, DIM_PAD], tl.float32)
         for at in range(start, end, TILE):
-            position = at + tile
+            position, block = at + tile, next_block
+            ahead = position + TILE
+            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
             seen = position < end
             if WINDOW > 0:
                 seen &= position >= length - WINDOW
-            block = tl.load(tables_ptr + seq * TABLE_WIDTH + position // BLOCK_SIZE, mask=seen, other=0)
-            place = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head
-            offsets = place[:, None] * DIM + dim[None, :]
+            offsets = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head
+            offsets = offsets[:, None] * DIM + dim[None, :]
             loaded = seen[:, None] & (dim < DIM)[None, :]
             # Zeros beyond the sequence: what stands there may be a broken request's NaN.
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
@@ -95,92 +74,133 @@ def decode_kernel(
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SCALED:
             acc *= tl.load(v_scale_ptr + head)
-        out_row = (row * SPLITS + split) * GROUPS + group
-        tl.store(out_ptr + out_row[:, None] * DIM + dim[None, :], acc.to(out_ptr.dtype.element_ty), mask=rows_seen)
-        if SPLITS > 1:
-            tl.store(lse_ptr + out_row, peak + tl.log2(total), mask=group < GROUPS)
+        out = out_ptr + row * GROUPS * DIM
+        if count == 1:
+            tl.store(out + in_row, acc.to(out_ptr.dtype.element_ty), mask=rows_seen)
+        else:
+            part = (place * KV_HEADS + head) * GROUPS
+            tl.store(partial_ptr + part * DIM + in_row, acc, mask=rows_seen)
+            copies = (part + group)[:, None] * COPIES + tl.arange(0, COPIES)[None, :]
+            tl.store(lse_ptr + copies, (peak + tl.log2(total))[:, None], mask=(group < GROUPS)[:, None])
+            tl.debug_barrier()  # all threads have stored before one of them says so
+            if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == count - 1:
+                tl.store(counters_ptr + row, 0)
+                _combine(
+                    partial_ptr, lse_ptr, out, first_place * KV_HEADS + head, count,
+                    KV_HEADS, GROUPS, GROUPS_PAD, DIM, DIM_PAD, PARTS,
+                )  # fmt: skip
 
 
 @triton.jit
-def combine_kernel(
-    partial_ptr, lse_ptr, lens_ptr, out_ptr,
-    WINDOW: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, SPLITS_PAD: tl.constexpr, SPLIT_SIZE: tl.constexpr, TILE: tl.constexpr,
+def _combine(
+    partial_ptr, lse_ptr, out, first, count,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (S, K, G): the weighted mean of a head's partial results; splits that did not run are not read."""
-    seq, head, group = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    split, dim = tl.arange(0, SPLITS_PAD), tl.arange(0, DIM_PAD)
-    length = tl.load(lens_ptr + seq)
-    start, end = _stretch(length, split, WINDOW, SPLITS, SPLIT_SIZE, TILE)
-    ran = (split < SPLITS) & (start < end)
-    row = ((seq * KV_HEADS + head) * SPLITS + split) * GROUPS + group
-    lse = tl.load(lse_ptr + row, mask=ran, other=float("-inf"))
-    peak = tl.max(lse, 0)
-    weights = tl.exp2(lse - tl.where(peak == float("-inf"), 0.0, peak))
-    parts = tl.load(
-        partial_ptr + row[:, None] * DIM + dim[None, :], mask=ran[:, None] & (dim < DIM)[None, :], other=0.0
-    )
-    total = tl.sum(weights, 0)
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    out = out_ptr + ((seq * KV_HEADS + head) * GROUPS + group) * DIM + dim
-    tl.store(out, result.to(out_ptr.dtype.element_ty), mask=dim < DIM)
+    """The mean of partial results ``first + KV_HEADS * i``, i < count, weighted by the sums of their softmax.
+
+    A thread computes the weights of its own columns, whoever else needs the same ones: nothing waits at a barrier, and
+    all loads of an iteration are under way at once.
+    """
+    COLUMNS: tl.constexpr = GROUPS_PAD * DIM_PAD
+    part, column = tl.arange(0, PARTS), tl.arange(0, COLUMNS)
+    group, dim = column // DIM_PAD, column % DIM_PAD
+    mine = (group < GROUPS) & (dim < DIM)
+    peak = tl.full([COLUMNS], float("-inf"), tl.float32)
+    total = tl.zeros([COLUMNS], tl.float32)
+    acc = tl.zeros([COLUMNS], tl.float32)
+    for at in range(0, count, PARTS):
+        row = (first + (at + part) * KV_HEADS)[:, None] * GROUPS + group[None, :]
+        there = (at + part < count)[:, None] & mine[None, :]
+        values = tl.load(partial_ptr + row * DIM + dim[None, :], mask=there, other=0.0)
+        lse = tl.load(lse_ptr + row * COPIES + (column % COPIES)[None, :], mask=there, other=float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lse - base[None, :])
+        keep = tl.exp2(peak - base)
+        total = total * keep + tl.sum(weights, 0)
+        acc = acc * keep + tl.sum(values * weights, 0)
+        peak = new_peak
+    result = acc / tl.where(total == 0.0, 1.0, total)
+    tl.store(out + group * DIM + dim, result.to(out.dtype.element_ty), mask=mine)
 
 
 @dataclass(frozen=True)
-class DecodePlan:
-    """Launch parameters, from shapes alone."""
+class Tuning:
+    """How programs work; found by measuring on an H200, bfloat16."""
 
-    grid: tuple[int, int, int]
-    decode: dict[str, Any]
-    combine_grid: tuple[int, int, int]
-    combine: dict[str, Any]
+    tile: int
+    """Keys a step of the loop."""
     num_warps: int
     num_stages: int
+    programs: int
+    """About as many as run at once."""
 
-    @property
-    def splits(self) -> int:
-        return self.grid[2]
+
+FEW_ROWS = Tuning(tile=64, num_warps=4, num_stages=3, programs=132)
+"""One program an SM: latency counts, and every further item is a partial result to wait for."""
+MORE_ROWS = Tuning(tile=32, num_warps=2, num_stages=4, programs=528)
+"""A program for every sequence and head, small enough that all of them run at once."""
+MANY_ROWS = Tuning(tile=64, num_warps=4, num_stages=3, programs=396)
+"""Several waves of programs, each of which streams."""
+WIDE_TILE = 32
+"""For float32 operands, multiplied at full precision: twice the bytes, and no room for more stages."""
+
+
+def choose_tuning(num_seqs: int, split_size: int | None) -> Tuning:
+    """With a fixed ``split_size``, the order in which a row is summed up must not depend on the number of rows."""
+    if split_size or num_seqs > 128:
+        return MANY_ROWS
+    return FEW_ROWS if num_seqs <= 32 else MORE_ROWS
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """Parameters of the attention kernel's launch."""
+
+    grid: tuple[int]
+    parameters: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    partial_shape: tuple[int, int, int, int]  # [max_items, K, G, D]
+
+
+def launch_decode(
+    q_shape: tuple[int, ...], cache_shape: tuple[int, ...], table_width: int, max_items: int, tuning: Tuning, *,
+    scale: float, window: int | None, scaled: bool, wide: bool,
+) -> DecodeLaunch:  # fmt: skip
+    _, heads, dim = q_shape
+    _, block_size, kv_heads, _ = cache_shape
+    groups, dim_pad = heads // kv_heads, triton.next_power_of_2(dim)
+    groups_pad = triton.next_power_of_2(groups)
+    warps, stages = (4, 2) if wide else (tuning.num_warps, tuning.num_stages)
+    # Partial results that are loaded at once: 64 values a thread, 16 results at most.
+    parts = max(1, min(16, 64 * 32 * warps // (groups_pad * dim_pad)))
+    parameters = dict(
+        table_width=table_width, SCALE=scale * LOG2E, WINDOW=window or 0, SCALED=scaled, KV_HEADS=kv_heads,
+        GROUPS=groups, GROUPS_PAD=groups_pad, ROWS_PAD=max(16, groups_pad), DIM=dim, DIM_PAD=dim_pad,
+        BLOCK_SIZE=block_size, TILE=WIDE_TILE if wide else tuning.tile, PARTS=parts,
+        PRECISION="ieee" if wide else "tf32",
+    )  # fmt: skip
+    return DecodeLaunch((max_items * kv_heads,), parameters, warps, stages, (max_items, kv_heads, groups, dim))
 
 
 def plan_decode(
-    q_shape: tuple[int, ...],
-    cache_shape: tuple[int, ...],
-    table_width: int,
-    *,
-    scale: float,
-    window: int | None,
-    split_size: int | None,
-    scaled: bool,
-    wide: bool,
+    seq_lens: Array, *, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None
 ) -> DecodePlan:
-    """``wide``: float32 operands, multiplied at full precision in smaller tiles. ``split_size`` fixes the length of a
-    stretch (a multiple of 64), so that a row's order of summation does not depend on the batch's size either."""
-    num_seqs, heads, dim = q_shape
-    _, block_size, kv_heads, _ = cache_shape
-    groups, tuning = heads // kv_heads, WIDE_TUNING if wide else TUNING
-    tile = tuning.tile
-    longest = min(table_width * block_size, window + tile if window else table_width * block_size)
-    if split_size:
-        splits = triton.cdiv(longest, split_size) + (1 if window else 0)
-    else:
-        wanted = triton.cdiv(tuning.programs, num_seqs * kv_heads)
-        splits = max(1, min(wanted, triton.cdiv(longest, tile), MAX_SPLITS))
-    shared = dict(
-        WINDOW=window or 0, KV_HEADS=kv_heads, GROUPS=groups, DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
-        SPLITS=splits, SPLIT_SIZE=split_size or 0, TILE=tile,
+    import jax_triton
+
+    num_seqs = seq_lens.shape[0]
+    launch = launch_plan(
+        num_seqs, kv_heads=kv_heads, programs=choose_tuning(num_seqs, split_size).programs, max_seq_len=max_seq_len,
+        window=window, split_size=split_size,
     )  # fmt: skip
-    decode = dict(
-        SCALE=scale * LOG2E, SCALED=scaled, GROUPS_PAD=max(16, triton.next_power_of_2(groups)), BLOCK_SIZE=block_size,
-        TABLE_WIDTH=table_width, PRECISION="ieee" if wide else "tf32",
+    items, counters = jax_triton.triton_call(
+        seq_lens, kernel=plan_kernel, grid=(1,), num_warps=8,
+        out_type=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (launch.items_shape, (launch.num_counters,))],
+        **launch.parameters,
     )  # fmt: skip
-    return DecodePlan(
-        grid=(num_seqs, kv_heads, splits),
-        decode={**shared, **decode},
-        combine_grid=(num_seqs, kv_heads, groups),
-        combine={**shared, "SPLITS_PAD": triton.next_power_of_2(splits)},
-        num_warps=tuning.num_warps,
-        num_stages=tuning.num_stages,
-    )
+    return DecodePlan((items, counters), window, split_size)
 
 
 def decode_attention(
@@ -189,33 +209,30 @@ def decode_attention(
     v_cache: Array,
     block_tables: Array,
     seq_lens: Array,
+    plan: DecodePlan,
     *,
     scale: float,
-    window: int | None,
-    split_size: int | None = None,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
-) -> Array:
+) -> tuple[Array, DecodePlan]:
     import jax_triton
 
-    plan = plan_decode(
-        q.shape, k_cache.shape, block_tables.shape[1], scale=scale, window=window, split_size=split_size,
-        scaled=k_scale is not None, wide=q.dtype == jnp.float32,
+    items, counters = plan.arrays
+    launch = launch_decode(
+        q.shape, k_cache.shape, block_tables.shape[1], items.shape[0] - 1, choose_tuning(q.shape[0], plan.split_size),
+        scale=scale, window=plan.window, scaled=k_scale is not None, wide=q.dtype == jnp.float32,
     )  # fmt: skip
-    num_seqs, heads, dim = q.shape
     ones = jnp.ones((), jnp.float32)
-    rows = (num_seqs, plan.grid[1], plan.splits, heads // plan.grid[1])
-    partial_type = jnp.float32 if plan.splits > 1 else q.dtype
-    partial, lse = jax_triton.triton_call(
-        q, k_cache, v_cache, block_tables, seq_lens,
-        ones if k_scale is None else k_scale, ones if v_scale is None else v_scale,
-        kernel=decode_kernel, grid=plan.grid, num_warps=plan.num_warps, num_stages=plan.num_stages,
-        out_type=[jax.ShapeDtypeStruct((*rows, dim), partial_type), jax.ShapeDtypeStruct(rows, jnp.float32)],
-        **plan.decode,
+    in_place = jax.new_ref(counters)
+    out, _, _ = jax_triton.triton_call(
+        q, k_cache, v_cache, block_tables, items,
+        ones if k_scale is None else k_scale, ones if v_scale is None else v_scale, in_place,
+        kernel=decode_kernel, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        out_type=[
+            jax.ShapeDtypeStruct(q.shape, q.dtype),
+            jax.ShapeDtypeStruct(launch.partial_shape, jnp.float32),
+            jax.ShapeDtypeStruct((*launch.partial_shape[:3], COPIES.value), jnp.float32),
+        ],
+        **launch.parameters,
     )  # fmt: skip
-    if plan.splits == 1:
-        return partial.reshape(q.shape)
-    return jax_triton.triton_call(
-        partial, lse, seq_lens, kernel=combine_kernel, grid=plan.combine_grid, num_warps=4,
-        out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), **plan.combine,
-    )  # fmt: skip
+    return out, DecodePlan((items, jax.freeze(in_place)), plan.window, plan.split_size)

@@ -19,10 +19,12 @@ from jaxserve.engine.messages import (
     EngineMessage,
     Finish,
     Hello,
+    Load,
     ModelInfo,
     Outputs,
     Ready,
     Reply,
+    Timings,
     TokenLogprobs,
     TokenOutput,
 )
@@ -44,10 +46,15 @@ class FakeEngine:
         self.info = info
         self.eos_ids = frozenset(eos_ids)
         self.step = step
+        self.logprob: Callable[[EngineRequest], float] = lambda request: -0.5
+        """What every token of an answer has."""
         self.received: list[ClientMessage] = []
         self.loaded = threading.Event()
         self.loaded.set()
         self.hold = threading.Event()
+        self.queue: tuple[int, int, float] | None = None
+        """Requests and tokens that wait, and for how many seconds, as it tells; None: it says nothing of it."""
+        self._num_received = 0
         self._directory = tempfile.TemporaryDirectory()
         self.address = f"ipc://{self._directory.name}/engine"
         self._closing = threading.Event()
@@ -98,8 +105,11 @@ class FakeEngine:
                     beat = time.monotonic()
                     batches = {client: batches.get(client, []) for client in clients}
                 for client, outputs in batches.items():
-                    socket.send_multipart([client, msgspec.msgpack.encode(Outputs(outputs))])
+                    socket.send_multipart([client, msgspec.msgpack.encode(Outputs(outputs, self._load()))])
                 time.sleep(self.step)
+
+    def _load(self) -> Load | None:
+        return None if self.queue is None else Load(*self.queue, free_slots=0, received=self._num_received)
 
     def _handle(self, client: bytes, message: ClientMessage) -> EngineMessage | None:
         if isinstance(message, Hello):
@@ -107,9 +117,12 @@ class FakeEngine:
         self.received.append(message)
         match message:
             case Add(requests=requests):
+                self._num_received += len(requests)
                 for request in requests:
                     tokens = iter(self.script(request))
-                    self._running[request.request_id] = _Answer(client, request, tokens, self.eos_ids)
+                    self._running[request.request_id] = _Answer(
+                        client, request, tokens, self.eos_ids, self.logprob(request)
+                    )
             case Abort(request_ids=request_ids):
                 for request_id in request_ids:
                     self._running.pop(request_id, None)
@@ -134,7 +147,12 @@ class FakeEngine:
 
 class _Answer:
     def __init__(
-        self, client: bytes, request: EngineRequest, tokens: Iterator[int | Exception], eos: frozenset[int]
+        self,
+        client: bytes,
+        request: EngineRequest,
+        tokens: Iterator[int | Exception],
+        eos: frozenset[int],
+        logprob: float,
     ) -> None:
         self.client = client
         self._request = request
@@ -142,6 +160,8 @@ class _Answer:
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
         self._eos_ids = frozenset() if request.sampling.ignore_eos else eos
         self._count = 0
+        self._logprob = logprob
+        self._begin = time.monotonic()
 
     def next_output(self) -> TokenOutput:
         token = next(self._tokens)
@@ -160,11 +180,18 @@ class _Answer:
             logprobs=self._logprobs(token),
             finish_reason=reason,
             stop_reason=token if token in self._stop_ids else None,
+            timings=self._timings() if reason or self._count == 1 else None,
         )
+
+    def _timings(self) -> Timings:
+        now = time.monotonic()
+        if self._count == 1:
+            self._first_token = now
+        return Timings(self._request.arrival_time, self._begin, self._first_token, now)
 
     def _logprobs(self, token: int) -> list[TokenLogprobs] | None:
         wanted = self._request.sampling.logprobs
         if wanted is None:
             return None
         ids = [token, *(other for other in range(wanted) if other != token)][:wanted]
-        return [TokenLogprobs(-0.5, ids, [-0.5 - rank for rank in range(len(ids))])]
+        return [TokenLogprobs(self._logprob, ids, [self._logprob - rank for rank in range(len(ids))])]

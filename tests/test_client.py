@@ -44,17 +44,18 @@ async def eventually(condition: Callable[[], bool]) -> None:
 async def test_choices_are_merged(pair: tuple[FakeEngine, EngineClient]) -> None:
     _, client = pair
     tokens: dict[str, list[int]] = {"a": [], "b": []}
-    async for output in client.generate([request("a", 3), request("b", 5)]):
-        tokens[output.request_id] += output.token_ids
+    async for outputs in client.generate([request("a", 3), request("b", 5)]):
+        for output in outputs:
+            tokens[output.request_id] += output.token_ids
     assert tokens == {"a": [7, 8, 9], "b": [7, 8, 9, 10, 11]}
     assert client.num_open == 0
 
 
 async def test_leaving_early_aborts_what_is_open(pair: tuple[FakeEngine, EngineClient]) -> None:
     engine, client = pair
-    async with aclosing(client.generate([request("a", 1), request("b", 10**6)])) as outputs:
-        async for output in outputs:
-            if output.request_id == "a":
+    async with aclosing(client.generate([request("a", 1), request("b", 10**6)])) as batches:
+        async for outputs in batches:
+            if outputs[0].request_id == "a":
                 break
     await eventually(lambda: bool(engine.of_kind(Abort)))
     assert engine.of_kind(Abort) == [Abort(["b"])]
@@ -79,14 +80,26 @@ async def test_cancelling_aborts(pair: tuple[FakeEngine, EngineClient]) -> None:
 async def test_finishing_ends_the_stream(pair: tuple[FakeEngine, EngineClient]) -> None:
     engine, client = pair
     count = 0
-    async for output in client.generate([request("a", 10**6)]):
-        count += len(output.token_ids)
-        if count == 4:
+    async for outputs in client.generate([request("a", 10**6)]):
+        count += sum(len(output.token_ids) for output in outputs)
+        if count >= 4:
             client.finish("a", count)
             client.finish("a", count)  # once is enough
     await eventually(lambda: engine.num_running == 0)
-    assert engine.of_kind(Finish) == [Finish("a", 4)]
+    assert engine.of_kind(Finish) == [Finish("a", count)]
     assert not engine.of_kind(Abort)
+
+
+async def test_what_has_come_meanwhile_comes_together(pair: tuple[FakeEngine, EngineClient]) -> None:
+    engine, client = pair
+    async with aclosing(client.generate([request("a", 5)])) as batches:
+        first = await anext(batches)
+        await eventually(lambda: engine.num_running == 0)
+        await asyncio.sleep(0.2)
+        rest = await anext(batches)
+        assert [output.token_ids for output in first + rest] == [[7], [8], [9], [10], [11]]
+        with pytest.raises(StopAsyncIteration):
+            await anext(batches)
 
 
 async def test_calls(pair: tuple[FakeEngine, EngineClient]) -> None:
@@ -123,8 +136,8 @@ async def test_silence_with_work_is_not_healthy(
     engine, client = pair
     monkeypatch.setattr(client_module, "SILENCE_LIMIT", 0.9)
     engine.hold.set()
-    async with aclosing(client.generate([request("a")])) as outputs:
-        waiting = asyncio.ensure_future(anext(outputs))
+    async with aclosing(client.generate([request("a")])) as batches:
+        waiting = asyncio.ensure_future(anext(batches))
         await asyncio.sleep(1.5)
         assert client.healthy()  # no tokens, but signs of life
         client._tasks[1].cancel()  # from now on it hears nothing

@@ -131,6 +131,15 @@ def test_sp04_text_is_held_only_while_it_could_begin_a_stop(tokenizer: Tokenizer
     assert texts == [*"hello ", "", "", "ab ", *"hello ", "", "", "abc"]
 
 
+def test_stop_strings_wait_for_min_tokens(tokenizer: Tokenizer) -> None:
+    ids = byte_tokens(tokenizer, b"ababab")
+    for min_tokens, text in ((0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (6, "ababab")):
+        choice = ChoiceOutput(tokenizer, SamplingParams(stop=("ab",), min_tokens=min_tokens))
+        deltas = [delta for output in outputs(ids, [1] * 5, "length") if (delta := choice.feed(output))]
+        assert "".join(delta.text for delta in deltas) == text
+        assert choice.stopped == (min_tokens < 6)
+
+
 def test_after_the_end_nothing_more_is_said(tokenizer: Tokenizer) -> None:
     choice, deltas = run(tokenizer, byte_tokens(tokenizer, b"a.b.c"), stop=(".",))
     assert text_of(deltas) == "a" and choice.num_tokens == 2

@@ -220,6 +220,17 @@ def test_template_features_of_transformers(directories: dict[str, Path], tmp_pat
     assert tokenizer.decode(ids) == '{"role": "user", "content": "<é>"}4'
 
 
+def test_a_template_of_its_own_for_tools(directories: dict[str, Path], tmp_path: Path) -> None:
+    directory = shutil.copytree(directories["tiny-llama-3.1"], tmp_path / "copy")
+    path = directory / "tokenizer_config.json"
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools | length }} tools"}]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": named}))
+    tokenizer = Tokenizer.load(directory)
+    messages = [{"role": "user", "content": "x"}]
+    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "plain"
+    assert tokenizer.decode(tokenizer.encode_chat(messages, tools=[{}, {}])) == "2 tools"
+
+
 def test_a_template_file_wins(directories: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(directories["tiny-llama-3.1"], tmp_path / "model")
     config_path = tmp_path / "model/tokenizer_config.json"

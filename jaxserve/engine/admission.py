@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import ceil
 
-from jaxserve.engine.messages import ModelInfo
+from jaxserve.engine.messages import Load, ModelInfo
 from jaxserve.request import EngineRequest, RequestError, SamplingParams, fresh_seed
+
+REFUSAL_REASONS = ("queued_reqs", "queued_tokens", "deadline")
+MAX_RETRY_AFTER = 600
+MAX_PRIORITY = 1000
+"""Either way; waiting makes up for it, and with more it would take too long."""
 
 
 def room(prompt_len: int, info: ModelInfo) -> int:
@@ -31,19 +39,33 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
     if low < 0 or high >= info.vocab_size:
         bad = low if low < 0 else high
         raise RequestError(f"Token id {bad} is not in [0, {info.vocab_size}).", param="prompt")
-    for token in sampling.stop_token_ids:
-        if not 0 <= token < info.vocab_size:
-            raise RequestError(
-                f"stop_token_ids holds {token}, which is not in [0, {info.vocab_size}).",
-                param="stop_token_ids",
-            )
+    named = {
+        "stop_token_ids": sampling.stop_token_ids,
+        "logit_bias": sampling.logit_bias,
+        "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words": chain.from_iterable(sampling.bad_words_token_ids),
+    }
+    for name, ids in named.items():
+        for token in ids:
+            if not 0 <= token < info.vocab_size:
+                raise RequestError(f"{name} holds {token}, which is not in [0, {info.vocab_size}).", param=name)
+    if sampling.bad_words and not sampling.bad_words_token_ids:
+        raise RequestError("bad_words must be split into tokens before (with_bad_words).", param="bad_words")
     if sampling.logprobs is not None and sampling.logprobs > info.max_logprobs:
         raise RequestError(
             f"logprobs may ask for at most {info.max_logprobs} tokens, got {sampling.logprobs}.",
             param="logprobs",
         )
+    if sampling.structured is not None:
+        field = sampling.structured.field
+        raise RequestError(f"{field} is not supported yet.", param=field, code="unsupported_parameter")
     available = room(len(prompt_token_ids), info)
     if sampling.max_tokens is None:
+        if sampling.min_tokens > available:
+            raise RequestError(
+                f"There is room for {available} tokens after the prompt, fewer than min_tokens={sampling.min_tokens}.",
+                param="min_tokens",
+            )
         return available
     if sampling.max_tokens > available:
         limit = min(info.max_model_len, info.max_kv_tokens)
@@ -58,6 +80,49 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
     return sampling.max_tokens
 
 
+def _check_priority(priority: int) -> None:
+    if abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority must be between {-MAX_PRIORITY} and {MAX_PRIORITY}, got {priority}.", param="priority"
+        )
+
+
+class Overloaded(Exception):
+    """A call that would wait too long. ``reason`` is one of REFUSAL_REASONS; ``retry_after`` are seconds from now."""
+
+    def __init__(self, reason: str, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.retry_after = retry_after
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """How much may wait for its first step; None: no limit."""
+
+    max_requests: int | None = None
+    max_tokens: int | None = None
+
+    def check(self, load: Load, sent: Sequence[EngineRequest], deadline: float | None = None) -> None:
+        """Raises ``Overloaded`` if there is no room for one more request. ``sent`` are those of this client that
+        ``load`` does not know of yet."""
+        late = sent[load.free_slots :] if load.waiting == 0 else sent
+        waiting = load.waiting + len(late)
+        tokens = load.waiting_tokens + sum(len(request.prompt_token_ids) for request in late)
+        # What waits now has gone by then; nobody knows how much will come meanwhile.
+        retry_after = min(max(ceil(load.wait_seconds), 1), MAX_RETRY_AFTER)
+        if self.max_requests is not None and waiting >= self.max_requests:
+            raise Overloaded("queued_reqs", f"The server is full: {waiting} requests wait already.", retry_after)
+        if self.max_tokens is not None and tokens >= self.max_tokens:
+            raise Overloaded("queued_tokens", f"The server is full: {tokens} tokens wait already.", retry_after)
+        if deadline is not None and waiting and time.monotonic() + load.wait_seconds > deadline:
+            raise Overloaded(
+                "deadline",
+                f"The server is full: a new request would wait about {load.wait_seconds:.0f} s, past its deadline.",
+                retry_after,
+            )
+
+
 def make_requests(
     request_id: str,
     prompt_token_ids: list[int],
@@ -66,12 +131,17 @@ def make_requests(
     *,
     arrival_time: float | None = None,
     draw_seed: Callable[[], int] = fresh_seed,
+    group: str = "",
+    priority: int = 0,
+    cache_salt: str | None = None,
+    deadline: float | None = None,
 ) -> list[EngineRequest]:
     """``sampling.n`` engine requests, ids ``REQUEST_ID-0`` …; one seed, told apart by their choice index.
 
     Raises ``RequestError``. max_tokens 0 needs no engine: callers answer it themselves after ``check``.
     """
     max_tokens = check(prompt_token_ids, sampling, info)
+    _check_priority(priority)
     seed = draw_seed() if sampling.seed is None else sampling.seed
     arrival_time = time.monotonic() if arrival_time is None else arrival_time
     return [
@@ -83,6 +153,10 @@ def make_requests(
             seed=seed,
             choice_index=index,
             arrival_time=arrival_time,
+            group=group or request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline=deadline,
         )
         for index in range(sampling.n)
     ]

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Literal
 
@@ -13,6 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from jaxserve.engine.admission import Overloaded, QueueLimits
 from jaxserve.engine.messages import (
     Abort,
     Add,
@@ -21,9 +23,11 @@ from jaxserve.engine.messages import (
     EngineMessage,
     Finish,
     Hello,
+    Load,
     ModelInfo,
     Outputs,
     Ready,
+    Refused,
     Reply,
     TokenOutput,
 )
@@ -47,7 +51,31 @@ class _Stream:
 
     def __init__(self, request_ids: Iterable[str]) -> None:
         self.open = set(request_ids)
-        self.queue: asyncio.Queue[TokenOutput | EngineUnavailableError] = asyncio.Queue()
+        self._outputs: list[TokenOutput] = []
+        self._error: EngineUnavailableError | None = None
+        self._waiting: asyncio.Future[None] | None = None
+
+    def put(self, output: TokenOutput) -> None:
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: EngineUnavailableError) -> None:
+        self._error = error
+        self._wake()
+
+    async def take(self) -> list[TokenOutput]:
+        """All outputs that have come, as soon as there are any; raises the error that came after them."""
+        if not self._outputs and self._error is None:
+            self._waiting = asyncio.get_running_loop().create_future()
+            await self._waiting
+        if not self._outputs and self._error is not None:
+            raise self._error
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    def _wake(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
 
 class EngineClient:
@@ -62,6 +90,10 @@ class EngineClient:
         self._streams: dict[str, _Stream] = {}
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self._call_ids = itertools.count()
+        self._load = Load(0, 0, 0.0, free_slots=2**31, received=0)
+        """As the engine said last."""
+        self._unheard: deque[EngineRequest] = deque()
+        """Requests sent that the engine did not know of then."""
         self._death: str | None = None
         self._info: ModelInfo | None = None
         self._last_heard = time.monotonic()
@@ -79,6 +111,10 @@ class EngineClient:
         self._tasks = [asyncio.create_task(self._say_hello()), asyncio.create_task(self._listen())]
         if self._engine_fd is not None:
             self.watch_engine(self._engine_fd)
+
+    async def wait_ready(self, seconds: float) -> None:
+        """Until the engine is ready or dead, but no longer than this."""
+        await asyncio.wait([self.ready], timeout=seconds)
 
     async def close(self) -> None:
         """Lets go of everything. The engine aborts what this client had not finished."""
@@ -117,8 +153,8 @@ class EngineClient:
             return False
         return time.monotonic() - self._last_heard < SILENCE_LIMIT
 
-    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[TokenOutput, None]:
-        """The outputs of these requests as they come, until all have ended.
+    async def generate(self, requests: Sequence[EngineRequest]) -> AsyncGenerator[list[TokenOutput], None]:
+        """The outputs of these requests as they come, all that are there at a time, until all have ended.
 
         Closing the generator early, or cancelling whoever waits in it, aborts the rest. Raises
         ``EngineUnavailableError`` when the engine can no longer answer.
@@ -129,15 +165,24 @@ class EngineClient:
             self._streams[request.request_id] = stream
         try:
             self._send(Add(list(requests)))
+            self._unheard.extend(requests)
             while stream.open:
-                output = await stream.queue.get()
-                if isinstance(output, EngineUnavailableError):
-                    raise output
-                if output.finish_reason is not None:
-                    self._forget(output.request_id)
-                yield output
+                outputs = await stream.take()
+                for output in outputs:
+                    if output.finish_reason is not None:
+                        self._forget(output.request_id)
+                yield outputs
         finally:
             self.abort(list(stream.open))
+
+    def check_queue(self, limits: QueueLimits, deadline: float | None = None) -> None:
+        """Raises ``Overloaded`` if one more request would wait too long, by what the engine said last and what was
+        sent to it since."""
+        try:
+            limits.check(self._load, list(self._unheard), deadline)
+        except Overloaded as refusal:
+            self._send(Refused(refusal.reason))
+            raise
 
     def finish(self, request_id: str, kept_tokens: int) -> None:
         """A stop string has ended this request: the engine is to count this many generated tokens."""
@@ -150,14 +195,19 @@ class EngineClient:
         if known:
             self._send(Abort(known))
 
-    async def call(self, method: str, timeout: float = 5.0) -> bytes:
+    async def cancel(self, response_id: str) -> int:
+        """Aborts the requests of a response for somebody else, also those of another API process; whoever waits for
+        them is told. Returns how many there were; ``TimeoutError`` if the engine does not answer."""
+        return msgspec.msgpack.decode(await self.call("cancel", response_id), type=int)
+
+    async def call(self, method: str, argument: str = "", timeout: float = 5.0) -> bytes:
         """Asks the engine something; ``TimeoutError`` if it does not answer in time."""
         self._check_alive()
         call_id = next(self._call_ids)
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._calls[call_id] = future
         try:
-            self._send(Call(call_id, method))
+            self._send(Call(call_id, method, argument))
             async with asyncio.timeout(timeout):
                 return await future
         finally:
@@ -188,7 +238,7 @@ class EngineClient:
     def fail_streams(self, error: EngineUnavailableError) -> None:
         """Makes every waiting ``generate`` and ``call`` raise this."""
         for stream in set(self._streams.values()):
-            stream.queue.put_nowait(error)
+            stream.fail(error)
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(error)
@@ -228,10 +278,14 @@ class EngineClient:
     def _handle(self, message: EngineMessage) -> None:
         self._last_heard = time.monotonic()
         match message:
-            case Outputs(outputs=outputs):
+            case Outputs(outputs=outputs, load=load):
+                if load is not None:
+                    for _ in range(load.received - self._load.received):
+                        self._unheard.popleft()
+                    self._load = load
                 for output in outputs:
                     if stream := self._streams.get(output.request_id):
-                        stream.queue.put_nowait(output)
+                        stream.put(output)
             case Reply(call_id=call_id, result=result):
                 future = self._calls.get(call_id)
                 if future is not None and not future.done():

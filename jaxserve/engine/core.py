@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -14,19 +15,26 @@ import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import admission
 from jaxserve.engine.events import StepEvent
-from jaxserve.engine.messages import ModelInfo, Timings, TokenLogprobs, TokenOutput
+from jaxserve.engine.messages import DEADLINE, ModelInfo, TokenOutput
+from jaxserve.engine.replies import ending, new_tokens
+from jaxserve.engine.throughput import Throughput
 from jaxserve.metrics import Metrics
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestError, Status
 from jaxserve.runner import compiles
 from jaxserve.runner.plan import Plan
 from jaxserve.runner.runner import ModelRunner, PendingStep, RowOutput
+from jaxserve.runner.swap import SWAP_BLOCKS, SwapHandle, Swapper
+from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
-from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
-from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduling.schedule import SchedulerOutput, Swap
+from jaxserve.scheduling.scheduler import Scheduler, SchedulingPolicy
+from jaxserve.scheduling.swap_space import SwapSpace
 
 logger = logging.getLogger(__name__)
 
 EVENTS_KEPT = 1024
+COST_WEIGHT = 0.1
+"""Of a new measurement against all before."""
 
 
 class Runner(Protocol):
@@ -34,8 +42,14 @@ class Runner(Protocol):
 
     plan: Plan
     num_blocks: int
+    swapper: Swapper | None
+    """Room in host memory, for ``swap_out`` and ``swap_in``."""
 
     def submit(self, schedule: SchedulerOutput) -> PendingStep: ...
+
+    def swap_out(self, block_ids: Sequence[int]) -> SwapHandle: ...
+
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int]) -> None: ...
 
 
 class ClientOutput(NamedTuple):
@@ -47,6 +61,8 @@ class ClientOutput(NamedTuple):
 class _Submitted:
     step: PendingStep
     time: float
+    schedule_seconds: float
+    submit_seconds: float
 
 
 class EngineCore:
@@ -60,14 +76,21 @@ class EngineCore:
         eos_ids: frozenset[int],
         model_name: str = "",
         startup_seconds: dict[str, float] | None = None,
+        prefix_caching: bool = True,
+        window: int | None = None,
+        policy: SchedulingPolicy = "fcfs",
     ) -> None:
         plan = runner.plan
         self.runner = runner
         self.scheduler = Scheduler(
             SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.ladder.max_prefill_rows),
-            KVManager(runner.num_blocks, plan.block_size),
+            KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching, window=window),
+            policy,
+            self._make_swap_space(runner),
         )
         max_kv_tokens = self.scheduler.kv.pool.num_usable * plan.block_size
+        if window is not None and max_kv_tokens >= window + plan.max_num_batched_tokens + 2 * plan.block_size:
+            max_kv_tokens = max(max_kv_tokens, plan.max_model_len)  # no request ever holds more than that
         self.info = ModelInfo(
             vocab_size=vocab_size,
             max_model_len=min(plan.max_model_len, max_kv_tokens) if plan.fit_model_len else plan.max_model_len,
@@ -84,12 +107,25 @@ class EngineCore:
                 "num_gpu_blocks": str(runner.num_blocks),
                 "cache_dtype": str(plan.dtype),
                 "attention_backend": plan.attention_backend,
+                "enable_prefix_caching": str(prefix_caching),
+                "prefill_backend": plan.prefill_backend,
             },
             compile_counts=compiles.counts,
         )
         self._eos_ids = eos_ids
         self._depth = plan.async_depth
         self._pending: deque[_Submitted] = deque()
+        self._swapped: dict[str, SwapHandle] = {}
+        """What waiting requests have in host memory."""
+        self.throughput = Throughput()
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap; requests that have ended meanwhile are still in it."""
+        self._groups: dict[str, set[str]] = {}
+        """Unfinished requests by the call that they belong to."""
+        self.stalled = False
+        """Requests wait, and nothing moves."""
+        self._compiled = compiles.total()
+        self._last_collected = 0.0
         self._arrivals = 0
         self._generated = 0
         """Tokens that metrics do not know of yet: they hear of them once a step."""
@@ -107,7 +143,17 @@ class EngineCore:
             eos_ids=model.eos_token_ids,
             model_name=model_name or config.model,
             startup_seconds=runner.startup_seconds,
+            prefix_caching=config.enable_prefix_caching,
+            window=None if None in model.windows else max(w for w in model.windows if w),
+            policy=config.scheduling_policy,
         )
+
+    @staticmethod
+    def _make_swap_space(runner: Runner) -> SwapSpace | None:
+        swapper = runner.swapper
+        if swapper is None:
+            return None
+        return SwapSpace(swapper.num_blocks, SWAP_BLOCKS, swapper.seconds_per_program)
 
     def has_work(self) -> bool:
         """Whether ``step()`` has anything to do."""
@@ -121,14 +167,32 @@ class EngineCore:
         request = Request.create(item, client=client, eos_ids=self._eos_ids, order=self._arrivals)
         self.scheduler.add(request)
         self._arrivals += 1
+        if item.deadline is not None:
+            heappush(self._deadlines, (item.deadline, item.request_id))
+        self._groups.setdefault(request.group, set()).add(request.request_id)
         self._publish()
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """End requests in whatever state they are; unknown ids are ignored."""
+        """End requests in whatever state they are; unknown ids are ignored. The ids are those of ``engine_id``."""
         for request_id in request_ids:
             request = self.scheduler.get(request_id)
             if request is not None and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ABORT, request.num_output_tokens)
+
+    def abort_group(self, group: str) -> list[ClientOutput]:
+        """End all answers of a call, and give each its last output; an unknown group is ignored."""
+        outputs = []
+        for request_id in sorted(self._groups.get(group, ())):
+            request = self.scheduler.get(request_id)
+            assert request is not None
+            self._finish(request, FinishReason.ABORT, request.num_output_tokens)
+            outputs.append(ClientOutput(request.client, ending(request)))
+        return outputs
+
+    def abort_client(self, client: bytes) -> None:
+        """End all requests of a client that is gone."""
+        scheduler = self.scheduler
+        self.abort([r.request_id for r in (*scheduler.running, *scheduler.waiting) if r.client == client])
 
     def finish(self, request_id: str, kept_tokens: int) -> None:
         """A client saw a stop string end: the answer is the first ``kept_tokens`` generated tokens."""
@@ -136,21 +200,58 @@ class EngineCore:
         if request is not None and request.status is not Status.FINISHED:
             self._finish(request, FinishReason.STOP, min(kept_tokens, request.num_output_tokens))
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what the KV blocks hold, so that later requests compute everything themselves."""
+        self.scheduler.kv.reset_cache()
+
     def step(self) -> list[ClientOutput]:
         """Submit steps up to the asynchronous depth, collect the oldest, and return what it gave."""
+        expired = self._expire() if self._deadlines else []
         while len(self._pending) < self._depth:
+            start = time.monotonic()
             schedule = self.scheduler.schedule()
             if schedule is None:
                 break
             now = time.monotonic()
             self._mark_admitted(schedule, now)
-            self._pending.append(_Submitted(self.runner.submit(schedule), now))
+            self._swap(schedule)
+            step = self.runner.submit(schedule)
+            self._pending.append(_Submitted(step, now, now - start, time.monotonic() - now))
         if not self._pending:
-            return []
+            self._check_stalled()
+            return expired
+        start = time.monotonic()
         # Waited for before it is taken from the queue: an interrupt while waiting loses nothing.
         results = self._pending[0].step.result().rows
-        outputs = self._collect(self._pending.popleft(), results)
+        now = time.monotonic()
+        outputs = self._collect(self._pending.popleft(), results, now, now - start)
         self._publish()
+        return expired + outputs
+
+    def _swap(self, schedule: SchedulerOutput) -> None:
+        for swap in schedule.swap_out:
+            self._swapped[swap.request_id] = self.runner.swap_out(swap.block_ids)
+        for swap in schedule.swap_in:
+            self.runner.swap_in(self._swapped.pop(swap.request_id), swap.block_ids)
+
+    def _check_stalled(self) -> None:
+        """Requests wait, and nothing is in flight whose end could change anything: that must not happen."""
+        if not self.scheduler.waiting:
+            return
+        if not self.stalled:
+            logger.error("no request can be admitted, and nothing runs: %s", self.scheduler.why_waiting())
+        self.stalled = True
+
+    def _expire(self) -> list[ClientOutput]:
+        """End the answers whose time is up with what they have."""
+        outputs = []
+        now = time.monotonic()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, request_id = heappop(self._deadlines)
+            request = self.scheduler.get(request_id)
+            if request is not None and request.status is not Status.FINISHED:
+                self._finish(request, FinishReason.LENGTH, request.num_output_tokens)
+                outputs.append(ClientOutput(request.client, ending(request, stop_reason=DEADLINE)))
         return outputs
 
     def check_integrity(self) -> None:
@@ -166,16 +267,17 @@ class EngineCore:
             assert request is not None
             request.scheduled_time = request.scheduled_time or now
 
-    def _collect(self, submitted: _Submitted, results: list[RowOutput]) -> list[ClientOutput]:
-        now = time.monotonic()
+    def _collect(
+        self, submitted: _Submitted, results: list[RowOutput], now: float, wait_seconds: float
+    ) -> list[ClientOutput]:
         outputs: list[ClientOutput] = []
         finished: list[str] = []
         counted = 0
         for item, row in zip(submitted.step.schedule.rows, results, strict=True):
-            request, tokens = self.scheduler.collect(item, row.token_ids)
-            if not row.finite and request.status is not Status.FINISHED:
+            request, tokens = self.scheduler.collect(item, row.token_ids, finite=row.fault is None)
+            if row.fault and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ERROR, request.num_output_tokens)
-                outputs.append(ClientOutput(request.client, _error(request, "the model gave non-finite logits")))
+                outputs.append(ClientOutput(request.client, ending(request, error=row.fault)))
                 finished.append(request.request_id)
             if not tokens:
                 continue
@@ -183,8 +285,9 @@ class EngineCore:
             if request.status is Status.FINISHED:
                 self._count_finished(request, request.num_output_tokens)
                 finished.append(request.request_id)
-            outputs.append(ClientOutput(request.client, _output(request, item, row, tokens)))
-        self._record(submitted, now, finished, counted)
+            outputs.append(ClientOutput(request.client, new_tokens(request, item, row, tokens)))
+        self.stalled = False
+        self._record(submitted, now, wait_seconds, finished, counted)
         return outputs
 
     def _count_tokens(self, request: Request, tokens: int, now: float) -> int:
@@ -212,18 +315,39 @@ class EngineCore:
             # before the client's word of a stop string comes, the tokens between count as generated.)
             self._generated += output_tokens
         self.metrics.finished(request, output_tokens)
+        self.throughput.finished(output_tokens)
+        self._swapped.pop(request.request_id, None)
+        group = self._groups[request.group]
+        group.remove(request.request_id)
+        if not group:
+            del self._groups[request.group]
 
-    def _record(self, submitted: _Submitted, now: float, finished: list[str], counted: int) -> None:
+    def _record(
+        self, submitted: _Submitted, now: float, wait_seconds: float, finished: list[str], counted: int
+    ) -> None:
         schedule = submitted.step.schedule
+        compiled, self._compiled = compiles.total() - self._compiled, compiles.total()
         event = StepEvent(
             submitted=submitted.time,
             collected=now,
+            schedule_seconds=submitted.schedule_seconds,
+            submit_seconds=submitted.submit_seconds,
+            wait_seconds=wait_seconds,
+            bucket=str(submitted.step.bucket),
+            compiled=compiled,
             decode_requests=tuple(r.request_id for r in schedule.decode),
             prefill_requests=tuple(r.request_id for r in schedule.prefill),
+            prefill_tokens=tuple(len(r.token_ids) for r in schedule.prefill),
             num_tokens=schedule.num_tokens,
             padded_tokens=submitted.step.bucket.tokens,
             admitted=schedule.admitted,
             preempted=schedule.preempted,
+            swapped_out=tuple(swap.request_id for swap in schedule.swap_out),
+            swapped_in=tuple(swap.request_id for swap in schedule.swap_in),
+            swapped_blocks=(_num_blocks(schedule.swap_out), _num_blocks(schedule.swap_in)),
+            queried_tokens=schedule.queried_tokens,
+            cached_tokens=schedule.cached_tokens,
+            num_evicted=schedule.num_evicted,
             finished=tuple(finished),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -231,6 +355,17 @@ class EngineCore:
         )
         self.events.append(event)
         self.metrics.step(event, counted)
+        self.throughput.step(submitted.time, now, schedule.num_tokens)
+        self._learn_cost(event)
+
+    def _learn_cost(self, event: StepEvent) -> None:
+        """What a prompt token costs, from steps that computed many."""
+        swap = self.scheduler.swap
+        busy = event.collected - max(event.submitted, self._last_collected)
+        self._last_collected = event.collected
+        if swap is not None and event.kind != "decode":
+            cost = busy / event.num_tokens
+            swap.seconds_per_token += (cost - swap.seconds_per_token) * (COST_WEIGHT if swap.seconds_per_token else 1)
 
     def _publish(self) -> None:
         """Tell the metrics how things stand."""
@@ -240,33 +375,5 @@ class EngineCore:
         self.metrics.gauges(len(scheduler.running), len(scheduler.waiting), scheduler.kv.usage)
 
 
-def _output(request: Request, item: ScheduledRequest, row: RowOutput, tokens: list[int]) -> TokenOutput:
-    done = request.status is Status.FINISHED
-    logprobs = None
-    if item.wants_logprobs:
-        assert row.logprob is not None and request.sampling.logprobs is not None
-        top = request.sampling.logprobs
-        logprobs = [TokenLogprobs(row.logprob, list(row.top_ids[:top]), list(row.top_logprobs[:top]))]
-    stopped = request.finish_reason is FinishReason.STOP and tokens[-1] in request.sampling.stop_token_ids
-    return TokenOutput(
-        request_id=request.request_id,
-        token_ids=tokens,
-        logprobs=logprobs,
-        finish_reason=request.finish_reason.value if done and request.finish_reason else None,
-        stop_reason=tokens[-1] if stopped else None,
-        timings=_timings(request) if done else None,
-    )
-
-
-def _error(request: Request, message: str) -> TokenOutput:
-    return TokenOutput(
-        request_id=request.request_id,
-        token_ids=[],
-        finish_reason="error",
-        error=message,
-        timings=_timings(request),
-    )
-
-
-def _timings(request: Request) -> Timings:
-    return Timings(request.arrival_time, request.scheduled_time, request.first_token_time, request.last_token_time)
+def _num_blocks(swaps: Iterable[Swap]) -> int:
+    return sum(len(swap.block_ids) for swap in swaps)

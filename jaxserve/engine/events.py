@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,14 +14,36 @@ class StepEvent:
 
     submitted: float
     collected: float
+    schedule_seconds: float
+    """Host time to decide what the step computes …"""
+    submit_seconds: float
+    """… to pack and dispatch it …"""
+    wait_seconds: float
+    """… and to wait for its result, once it was the oldest in flight."""
+    bucket: str
+    compiled: int
+    """Programs compiled since the step before; while serving there should be none."""
     decode_requests: tuple[str, ...]
     prefill_requests: tuple[str, ...]
+    prefill_tokens: tuple[int, ...]
+    """Tokens computed for each of those."""
     num_tokens: int
     """Tokens that the step computed …"""
     padded_tokens: int
     """… and the tokens of the bucket that it ran in."""
     admitted: tuple[str, ...]
     preempted: tuple[str, ...]
+    swapped_out: tuple[str, ...]
+    """Of those, who went to host memory instead of being computed again, and who came back from there."""
+    swapped_in: tuple[str, ...]
+    swapped_blocks: tuple[int, int]
+    """Out and in."""
+    queried_tokens: int
+    """Tokens of first admitted requests that looked for cached blocks …"""
+    cached_tokens: int
+    """… and how many of those they found."""
+    num_evicted: int
+    """Cached blocks that gave way."""
     finished: tuple[str, ...]
     running: int
     waiting: int
@@ -30,3 +55,8 @@ class StepEvent:
         if not self.prefill_requests:
             return "decode"
         return "mixed" if self.decode_requests else "prefill"
+
+
+def to_json(events: Iterable[StepEvent]) -> bytes:
+    """The events as a JSON array, the oldest first, a line each."""
+    return b"[" + b",\n".join(map(msgspec.json.encode, events)) + b"]"

@@ -17,6 +17,7 @@ import msgspec
 from jaxserve.config import EngineConfig
 from jaxserve.demo import demo_model_directory
 from jaxserve.engine.admission import make_requests
+from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.defaults import sampling_defaults
 from jaxserve.engine.messages import TokenOutput
@@ -82,7 +83,9 @@ class LLM:
         directory = demo_model_directory(progress=progress) if self.config.model == "demo" else Path(model)
         self.tokenizer = Tokenizer.load(self.config.tokenizer or directory, chat_template)
         self.engine = EngineCore.load(self.config, directory, progress)
-        self._defaults = sampling_defaults(directory, self.config.generation_config)
+        self._defaults = sampling_defaults(
+            directory, self.config.generation_config, self.config.override_generation_config
+        )
         self._draw_seed = seed_source(self.config.seed)
         self._ids = itertools.count()
 
@@ -115,6 +118,7 @@ class LLM:
     def _run(
         self, texts: Sequence[str | None], prompts: list[list[int]], params: SamplingParams
     ) -> list[RequestOutput]:
+        params = with_bad_words(params, self.tokenizer)
         results: list[RequestOutput] = []
         growing: dict[str, _Growing] = {}
         requests = []

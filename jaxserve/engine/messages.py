@@ -22,12 +22,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timings(msgspec.Struct, frozen=True, array_like=True):
-    """``time.monotonic()`` marks of one finished request."""
+    """``time.monotonic()`` marks of one request."""
 
     arrival: float
     scheduled: float
     first_token: float
     last_token: float
+
+
+DEADLINE = "deadline"
+"""Stop reason of an answer that its deadline cut short; its finish reason is length, since OpenAI knows no better."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
@@ -40,10 +44,13 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One entry a token, when the request asked for them."""
     finish_reason: str | None = None
     """stop, length, abort or error; set once, in the request's last output."""
-    stop_reason: int | None = None
-    """The caller's stop token id that ended the answer (None for the model's own EOS)."""
+    stop_reason: int | str | None = None
+    """The caller's stop token id that ended the answer (None for the model's own EOS), or DEADLINE."""
     error: str | None = None
     timings: Timings | None = None
+    """With the first token and with the last."""
+    cached_tokens: int = 0
+    """Prompt tokens that did not have to be computed: full blocks that an earlier request had left."""
 
 
 # client -> engine
@@ -66,18 +73,27 @@ class Finish(Message, frozen=True):
     kept_tokens: int
 
 
+class Refused(Message, frozen=True):
+    """The client refused a call for this reason, before it became requests."""
+
+    reason: str
+
+
 class Call(Message, frozen=True):
-    """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting)."""
+    """Ask the engine: ``metrics`` (exposition text), ``load`` (number of requests running and waiting), ``cancel``,
+    ``reset_prefix_cache``, ``debug_steps`` (the last steps as JSON)."""
 
     call_id: int
     method: str
+    argument: str = ""
+    """cancel: the id of a response, of whichever client. Its requests end, whose client is told, and are counted."""
 
 
 class Hello(Message, frozen=True):
     """A client's first message: it is ready to hear."""
 
 
-ClientMessage = Add | Abort | Finish | Call | Hello
+ClientMessage = Add | Abort | Finish | Refused | Call | Hello
 
 # engine -> client
 
@@ -92,6 +108,21 @@ class Outputs(Message, frozen=True):
     """All that one step has for this client; an empty list is a sign of life, sent about once a second."""
 
     outputs: list[TokenOutput]
+    load: Load | None = None
+
+
+class Load(msgspec.Struct, frozen=True, array_like=True):
+    """How long the queue is, so that a client can refuse at once what would wait too long."""
+
+    waiting: int
+    waiting_tokens: int
+    """To be computed before those requests give their first tokens."""
+    wait_seconds: float
+    """Until what waits now is through, by the rates measured lately; 0 if there are none yet."""
+    free_slots: int
+    """Requests that could begin at once, if there are blocks for them."""
+    received: int
+    """Requests of this client that have arrived; those that it sent since are not counted above."""
 
 
 class Reply(Message, frozen=True):

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from jaxserve.engine.messages import TokenLogprobs, TokenOutput
 from jaxserve.request import FinishReason, SamplingParams
 from jaxserve.tokenizer import Tokenizer
@@ -57,6 +59,10 @@ class StopMatcher:
         self._length += len(piece)
         return None
 
+    def skip(self, piece: str) -> None:
+        """Goes past this text, in which no stop string counts; to be called before any other."""
+        self._length += len(piece)
+
     def _advance(self, index: int, char: str) -> int:
         stop, failures, state = self._stops[index], self._failures[index], self._states[index]
         while state and stop[state] != char:
@@ -78,8 +84,7 @@ def _failures(pattern: str) -> list[int]:
     return failures
 
 
-@dataclass(frozen=True, slots=True)
-class Token:
+class Token(msgspec.Struct, frozen=True):
     """One generated token as an answer shows it."""
 
     token_id: int
@@ -90,8 +95,7 @@ class Token:
     """Likeliest ids and their log-probabilities, where they were asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(msgspec.Struct, frozen=True):
     """What an answer grows by: text that will never be taken back, and the tokens that begin in it."""
 
     text: str
@@ -116,6 +120,8 @@ class ChoiceOutput:
 
     tokenizer: Tokenizer
     sampling: SamplingParams
+    shown_ids: frozenset[int] = frozenset()
+    """Special tokens that are in the text although others are skipped."""
     num_tokens: int = 0
     """Generated tokens that count, which are those up to the one that completed a stop string."""
     finished: bool = False
@@ -166,13 +172,18 @@ class ChoiceOutput:
         self.num_tokens += 1
         offset = self._length + len(self._held)
         self._held_tokens.append(_token(token_id, offset, logprobs, self.sampling.logprobs or 0))
-        if ends or (self.sampling.skip_special_tokens and self.tokenizer.is_special(token_id)):
+        if ends or (
+            self.sampling.skip_special_tokens and self.tokenizer.is_special(token_id) and token_id not in self.shown_ids
+        ):
             return
         self._add_text(self._decoder.decode(self.tokenizer.token_bytes(token_id)))
 
     def _add_text(self, piece: str) -> None:
         self._held += piece
-        self._match = self._matcher.feed(piece)
+        if self.num_tokens > self.sampling.min_tokens:
+            self._match = self._matcher.feed(piece)
+        else:
+            self._matcher.skip(piece)
 
     def _settle(self) -> None:
         """Moves what no stop string can cut any more from held to certain; a match decides it all."""

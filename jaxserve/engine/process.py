@@ -19,6 +19,7 @@ import zmq
 
 from jaxserve import lifeline, logs
 from jaxserve.config import EngineConfig
+from jaxserve.engine import events
 from jaxserve.engine.core import ClientOutput, EngineCore
 from jaxserve.engine.messages import (
     Abort,
@@ -28,12 +29,14 @@ from jaxserve.engine.messages import (
     EngineMessage,
     Finish,
     Hello,
+    Load,
     Outputs,
     Ready,
+    Refused,
     Reply,
     TokenOutput,
 )
-from jaxserve.request import EngineRequest
+from jaxserve.request import EngineRequest, engine_id
 from jaxserve.runner import backend
 
 logger = logging.getLogger("jaxserve.engine.process")  # __name__ is __main__
@@ -41,6 +44,9 @@ logger = logging.getLogger("jaxserve.engine.process")  # __name__ is __main__
 EXIT_STARTUP_FAILED = 1
 EXIT_CRASHED = 70
 SIGN_OF_LIFE_SECONDS = 1
+STALL_PAUSE_SECONDS = 0.1
+EVENTS_SHOWN = 256
+EVENTS_IN_CRASH_REPORT = 8
 
 
 class EngineTask(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,6 +74,8 @@ class EngineServer:
         self._encoder = msgspec.msgpack.Encoder()
         self._last_sent: dict[bytes, float] = {}
         """When each client last heard of us."""
+        self._received: dict[bytes, int] = defaultdict(int)
+        """Requests that each client has sent."""
 
     def run(self) -> None:
         """Serve for ever; an exception out of here is a crash of the engine."""
@@ -78,6 +86,8 @@ class EngineServer:
                 self._core.metrics.idle(time.monotonic() - start)
             self._receive()
             self._send_outputs(self._core.step())
+            if self._core.stalled:
+                time.sleep(STALL_PAUSE_SECONDS)
 
     def _receive(self) -> None:
         while self._socket.poll(0):
@@ -89,15 +99,18 @@ class EngineServer:
             case Add(requests):
                 self._add(client, requests)
             case Abort(request_ids):
-                self._core.abort(request_ids)
+                self._core.abort([engine_id(client, request_id) for request_id in request_ids])
+            case Refused(reason):
+                self._core.metrics.refused(reason)
             case Finish(request_id, kept_tokens):
-                self._core.finish(request_id, kept_tokens)
-            case Call(call_id, method):
-                self._send(client, Reply(call_id, self._call(method)))
+                self._core.finish(engine_id(client, request_id), kept_tokens)
+            case Call(call_id, method, argument):
+                self._send(client, Reply(call_id, self._call(method, argument)))
             case Hello():
                 self._send(client, Ready(self._core.info))
 
     def _add(self, client: bytes, requests: list[EngineRequest]) -> None:
+        self._received[client] += len(requests)
         refused = []
         for item in requests:
             try:
@@ -107,15 +120,24 @@ class EngineServer:
                     TokenOutput(request_id=item.request_id, token_ids=[], finish_reason="error", error=str(error))
                 )
         if refused:
-            self._send(client, Outputs(refused))
+            self._send(client, Outputs(refused, self._load(client)))
 
-    def _call(self, method: str) -> bytes:
+    def _call(self, method: str, argument: str) -> bytes:
         match method:
             case "metrics":
                 return self._core.metrics.exposition()
             case "load":
                 scheduler = self._core.scheduler
                 return self._encoder.encode({"running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            case "cancel":
+                ended = self._core.abort_group(argument)
+                self._send_outputs(ended)
+                return self._encoder.encode(len(ended))
+            case "debug_steps":
+                return events.to_json(list(self._core.events)[-EVENTS_SHOWN:])
+            case "reset_prefix_cache":
+                self._core.reset_prefix_cache()
+                return b""
             case _:
                 return b""
 
@@ -123,14 +145,46 @@ class EngineServer:
         by_client: dict[bytes, list[TokenOutput]] = defaultdict(list)
         for client, output in outputs:
             by_client[client].append(output)
-        now = time.monotonic()
-        for client, last in self._last_sent.items():
-            if client in by_client or now - last > SIGN_OF_LIFE_SECONDS:
-                self._send(client, Outputs(by_client[client]))
+        silent: set[bytes] = set()
+        if not self._core.stalled:  # an engine that stalls gives no sign of life, so that its health turns bad
+            silent_since = time.monotonic() - SIGN_OF_LIFE_SECONDS
+            silent = {client for client, last in self._last_sent.items() if last < silent_since}
+        for client in silent | by_client.keys():
+            self._send(client, Outputs(by_client[client], self._load(client)))
+
+    def _load(self, client: bytes) -> Load:
+        core, scheduler = self._core, self._core.scheduler
+        waiting, tokens = len(scheduler.waiting), scheduler.waiting.num_tokens
+        return Load(
+            waiting=waiting,
+            waiting_tokens=tokens,
+            wait_seconds=core.throughput.wait_seconds(waiting, tokens),
+            free_slots=scheduler.num_free_slots,
+            received=self._received[client],
+        )
 
     def _send(self, client: bytes, message: EngineMessage) -> None:
-        self._last_sent[client] = time.monotonic()
-        self._socket.send_multipart([client, self._encoder.encode(message)])
+        """Every client is sent something each second: one that is gone is found out, and its requests end."""
+        try:
+            self._socket.send_multipart([client, self._encoder.encode(message)])
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._last_sent.pop(client, None)
+            self._received.pop(client, None)
+            self._core.abort_client(client)
+        else:
+            self._last_sent[client] = time.monotonic()
+
+
+def make_socket(context: zmq.Context[zmq.Socket[bytes]], address: str) -> zmq.Socket[bytes]:
+    """Where clients connect to."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a client that is gone raises
+    socket.bind(address)
+    return socket
 
 
 def main() -> int:
@@ -138,11 +192,8 @@ def main() -> int:
     lifeline.exit_with_parent(task.parent_fd)
     logs.setup(task.log_level, task.log_json)
     context = zmq.Context()
-    socket = context.socket(zmq.ROUTER)
-    socket.setsockopt(zmq.SNDHWM, 0)  # a slow client must not make the engine lose or wait
-    socket.setsockopt(zmq.LINGER, 0)
     try:
-        socket.bind(task.address)
+        socket = make_socket(context, task.address)
         backend.configure(task.config)
         core = EngineCore.load(task.config, Path(task.directory), logger.info, task.model_name)
     except (ValueError, OSError) as error:
@@ -159,7 +210,8 @@ def main() -> int:
     try:
         EngineServer(core, socket).run()
     except Exception:
-        logger.critical("the engine crashed; its last step was %s", list(core.events)[-1:], exc_info=True)
+        last = events.to_json(list(core.events)[-EVENTS_IN_CRASH_REPORT:]).decode()
+        logger.critical("the engine crashed; its last steps were\n%s", last, exc_info=True)
     return EXIT_CRASHED
 
 
@@ -167,8 +219,9 @@ def describe(core: EngineCore) -> str:
     """The engine's size in a line."""
     info, plan = core.info, core.runner.plan
     return (
-        f"{plan.dtype} on {plan.attention_backend} attention, up to {plan.max_num_seqs} sequences at once,"
-        f" {info.max_model_len} tokens each, KV cache of {info.max_kv_tokens} tokens"
+        f"{plan.dtype}, attention on {plan.attention_backend} (prefill on {plan.prefill_backend}),"
+        f" up to {plan.max_num_seqs} sequences at once, {info.max_model_len} tokens each,"
+        f" KV cache of {info.max_kv_tokens} tokens"
     )
 
 

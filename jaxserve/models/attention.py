@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TypedDict
 
 import jax
 from jax.sharding import Mesh
@@ -12,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
 from jaxserve.models.kv_cache import CACHE_SPEC
+from pallas_kernels import DecodePlan
 
 Array = jax.Array
 
@@ -43,21 +43,32 @@ class AttentionInputs:
     query_start_loc: Array  # [R + 1], among the T tokens
 
 
-class _Options(TypedDict):
-    scale: float
-    window: int | None
-    backend: str
-
-
 @dataclass(frozen=True)
 class AttentionSpec:
     """What is fixed for a whole program."""
 
     mesh: Mesh
     backend: str
+    prefill_backend: str
     linear_backend: str
     """Of matrix products of few rows; ``reference``: all products are XLA's."""
     scale: float
+
+
+def plan_decode(
+    spec: AttentionSpec, cache: tuple[Array, Array], inputs: AttentionInputs, window: int | None
+) -> DecodePlan:
+    """The plan of a step for all layers of a window; of ``cache``, any layer's, only the shape matters."""
+    _, block_size, kv_heads, _ = cache[0].shape
+    plan = partial(
+        pallas_kernels.plan_decode,
+        kv_heads=kv_heads // spec.mesh.shape["tp"],
+        max_seq_len=inputs.decode_block_tables.shape[1] * block_size,
+        window=window,
+        backend=spec.backend,
+    )
+    run = jax.shard_map(plan, mesh=spec.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    return run(inputs.decode_seq_lens)
 
 
 def attend(
@@ -66,37 +77,39 @@ def attend(
     rope: tuple[Array, Array],
     cache: tuple[Array, Array],
     inputs: AttentionInputs,
-    window: int | None,
-) -> tuple[Array, tuple[Array, Array]]:
+    plan: DecodePlan,
+) -> tuple[Array, tuple[Array, Array], DecodePlan]:
     """``qkv[P, T, K, G + 2, D]``, partial sums of this step, and the rotary ``cos`` and ``sin[T, D / 2]`` -> attention
-    ``[T, K, G, D]``, and the cache with this step's keys and values in it."""
+    ``[T, K, G, D]``, the cache with this step's keys and values in it, and the plan for the next layer of the same
+    window."""
 
     def local(
-        qkv: Array, cache: tuple[Array, Array], rope: tuple[Array, Array], at: AttentionInputs
-    ) -> tuple[Array, tuple[Array, Array]]:
+        qkv: Array, cache: tuple[Array, Array], rope: tuple[Array, Array], at: AttentionInputs, plan: DecodePlan
+    ) -> tuple[Array, tuple[Array, Array], DecodePlan]:
         q, keys, values = pallas_kernels.rope_and_write(
             qkv, *rope, *cache, at.slot_mapping, dtype=cache[0].dtype, backend=spec.backend
         )
         decode_rows = at.decode_seq_lens.shape[0]
-        options = _Options(scale=spec.scale, window=window, backend=spec.backend)
-        attended = pallas_kernels.decode_attention(
-            q[:decode_rows], keys, values, at.decode_block_tables, at.decode_seq_lens, **options
-        )
+        attended, plan = pallas_kernels.decode_attention(
+            q[:decode_rows], keys, values, at.decode_block_tables, at.decode_seq_lens, plan,
+            scale=spec.scale, backend=spec.backend,
+        )  # fmt: skip
         if at.prefill_seq_lens.shape[0]:
             prefill = pallas_kernels.prefill_attention(
-                q, keys, values, at.prefill_block_tables, at.prefill_seq_lens, at.query_start_loc, **options
-            )
+                q, keys, values, at.prefill_block_tables, at.prefill_seq_lens, at.query_start_loc,
+                scale=spec.scale, window=plan.window, backend=spec.prefill_backend,
+            )  # fmt: skip
             attended = prefill.at[:decode_rows].add(attended)  # each is zero where the other is not
         _, tokens, kv_heads, lanes, dim = qkv.shape
-        return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values)
+        return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values), plan
 
     by_head = P(None, "tp")
     both = (CACHE_SPEC, CACHE_SPEC)
     run = jax.shard_map(
         local,
         mesh=spec.mesh,
-        in_specs=(P(None, None, "tp"), both, P(), P()),
-        out_specs=(by_head, both),
+        in_specs=(P(None, None, "tp"), both, P(), P(), P()),
+        out_specs=(by_head, both, P()),
         check_vma=False,
     )
-    return run(qkv, cache, rope, inputs)
+    return run(qkv, cache, rope, inputs, plan)

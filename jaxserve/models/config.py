@@ -125,6 +125,20 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
+def resolve_max_model_len(wanted: int | str | None, model: ModelConfig) -> int:
+    """``--max-model-len`` for this model, its own length for None and "auto"; ``ValueError`` for more than it can.
+
+    Linear RoPE scaling may be used up to ``factor`` times the stated length; nothing else may go beyond it.
+    """
+    native = model.max_position_embeddings
+    if not isinstance(wanted, int):
+        return native
+    limit = int(native * model.rope.factor) if model.rope.kind == "linear" else native
+    if wanted > limit:
+        raise ValueError(f"--max-model-len {wanted} is more than the model's {limit} positions")
+    return wanted
+
+
 def _architecture(raw: dict[str, Any]) -> str:
     names = raw.get("architectures")
     names = names if isinstance(names, list) else [names]

@@ -20,11 +20,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend
+from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend, plan_decode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
 from jaxserve.models.layers import float32_linear, gated_linear, linear, linear_parts, rope_frequencies, rope_tables
 from jaxserve.models.weights import Checkpoint
+from pallas_kernels import DecodePlan
 from pallas_kernels.reference import rms_norm, sum_parts
 
 logger = logging.getLogger(__name__)
@@ -181,14 +182,17 @@ def forward(
     x = params["embed"][token_ids]
     delta = jnp.zeros_like(x)[None]  # what the layer before adds to x, in parts: the norm that follows adds it up
     rope = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
+    plans = {window: plan_decode(spec, cache[0], inputs, window) for window in dict.fromkeys(config.windows)}
     new_cache = []
     for layer, layer_cache, window in zip(params["layers"], cache, config.windows, strict=True):
-        x, delta, updated = _layer(layer, layer_cache, x, delta, rope, inputs, config=config, spec=spec, window=window)
+        x, delta, updated, plans[window] = _layer(
+            layer, layer_cache, x, delta, rope, inputs, plans[window], config=config, spec=spec
+        )
         new_cache.append(updated)
     return x + sum_parts(delta, x.dtype), tuple(new_cache)
 
 
-@partial(jax.jit, static_argnames=("config", "spec", "window"), inline=False)
+@partial(jax.jit, static_argnames=("config", "spec"), inline=False)
 def _layer(
     p: Params,
     cache: tuple[Array, Array],
@@ -196,24 +200,24 @@ def _layer(
     delta: Array,
     rope: tuple[Array, Array],
     inputs: AttentionInputs,
+    plan: DecodePlan,
     *,
     config: ModelConfig,
     spec: AttentionSpec,
-    window: int | None,
-) -> tuple[Array, Array, tuple[Array, Array]]:
+) -> tuple[Array, Array, tuple[Array, Array], DecodePlan]:
     """The residual stream ``x[T, D]`` and what is still to be added to it, partial sums ``[P, T, D]``, before and after
     a layer."""
     add_norm = partial(pallas_kernels.add_rms_norm, eps=config.rms_norm_eps, backend=spec.backend)
     product = partial(linear_parts, backend=spec.linear_backend)
     x, normed = add_norm(x, delta, p["input_norm"])
     qkv = product(normed, p["qkv"], p.get("qkv_bias"))
-    attended, cache = attend(spec, qkv, rope, cache, inputs, window)
+    attended, cache, plan = attend(spec, qkv, rope, cache, inputs, plan)
     delta = product(attended, p["o"], p.get("o_bias"), contract=3)
     x, normed = add_norm(x, delta, p["post_norm"])
     activated = gated_linear(
         normed, p["gate_up"], p.get("gate_up_bias"), backend=spec.linear_backend, swiglu_backend=spec.backend
     )
-    return x, product(activated, p["down"], p.get("down_bias")), cache
+    return x, product(activated, p["down"], p.get("down_bias")), cache, plan
 
 
 def logits(params: Params, hidden: Array, *, config: ModelConfig, spec: AttentionSpec) -> Array:

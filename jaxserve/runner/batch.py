@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxserve.models.attention import AttentionInputs
 from jaxserve.runner.buckets import Bucket
-from jaxserve.scheduling.schedule import RowSampling, SchedulerOutput
+from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, RowSampling, SchedulerOutput
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -24,6 +24,8 @@ Array = jax.Array
 SAMPLING_WORDS = 8
 NOWHERE = np.iinfo(np.int32).max
 """A row that no array has: what is to be written there is dropped."""
+HAS_OPTIONS = 7
+"""The sampling word that says whether the slot has optional state."""
 
 
 class BatchState(NamedTuple):
@@ -52,6 +54,7 @@ class _Layout(NamedTuple):
 
     slots: slice  # [R]
     seq_lens: slice  # [R]
+    samples: slice  # [R] whether the last token's logits choose the next
     appended: slice  # [R] the block that a decoding row goes on in, or -1
     query_start_loc: slice  # [P + 1] where prefill rows start among the tokens: first the number of decoding rows
     sampling: slice  # [P, 1 + SAMPLING_WORDS] whether the row takes its slot now, and its sampling words
@@ -61,8 +64,8 @@ class _Layout(NamedTuple):
     @classmethod
     def of(cls, bucket: Bucket, block_size: int) -> _Layout:
         rows, prefill = bucket.rows, bucket.prefill_rows
-        updates = bucket.tokens // block_size + prefill if prefill else 0
-        sizes = (rows, rows, rows, prefill + 1, prefill * (1 + SAMPLING_WORDS), 3 * updates, bucket.tokens)
+        updates = bucket.tokens // block_size + prefill + MAX_CACHED_BLOCKS if prefill else 0
+        sizes = (rows, rows, rows, rows, prefill + 1, prefill * (1 + SAMPLING_WORDS), 3 * updates, bucket.tokens)
         ends = np.cumsum(sizes).tolist()
         return cls(*(slice(a, b) for a, b in zip([0, *ends[:-1]], ends, strict=True)))
 
@@ -76,11 +79,12 @@ def pack(schedule: SchedulerOutput, bucket: Bucket, block_size: int, null_slot: 
     """The step's input vector. Padding rows have the null slot and length 0, padding tokens id 0."""
     layout = _Layout.of(bucket, block_size)
     packed = np.zeros(layout.token_ids.stop, np.int32)
-    slots, seq_lens, appended, starts, sampling, placed, tokens = (packed[part] for part in layout)
+    slots, seq_lens, samples, appended, starts, sampling, placed, tokens = (packed[part] for part in layout)
     count, rows = len(schedule.decode), schedule.rows
     slots.fill(null_slot)
     slots[: len(rows)] = [row.slot for row in rows]
     seq_lens[: len(rows)] = [row.seq_len for row in rows]
+    samples[: len(rows)] = [row.samples for row in rows]
     appended.fill(-1)
     appended[:count] = [row.new_blocks[0] if row.new_blocks else -1 for row in schedule.decode]
     starts.fill(count)
@@ -104,20 +108,22 @@ def _pack_prefill(schedule: SchedulerOutput, block_size: int, parts: tuple[np.nd
         starts[row + 1 :] = start = end
         if item.sampling is not None:
             words[row, 0] = 1
-            words[row, 1:] = _sampling_words(item.sampling)
+            words[row, 1:] = sampling_words(item.sampling)
         count, last = len(item.new_blocks), (item.seq_len - 1) // block_size
         new = updates[filled : filled + count]
         new[:, 0], new[:, 1], new[:, 2] = item.slot, range(last + 1 - count, last + 1), item.new_blocks
         filled += count
 
 
-def _sampling_words(row: RowSampling) -> np.ndarray:
+def sampling_words(row: RowSampling) -> np.ndarray:
+    """A slot's row of ``BatchState.sampling``."""
     words = np.zeros(SAMPLING_WORDS, np.int32)
     params = row.params
     words[:3] = np.array([params.temperature, params.top_p, params.min_p], np.float32).view(np.int32)
     words[3] = params.top_k
     words[4:6] = np.array([row.seed], np.int64).view(np.int32)  # little endian: low word first
     words[6] = row.choice_index
+    words[HAS_OPTIONS] = params.has_options
     return words
 
 
@@ -127,7 +133,7 @@ class StepInputs(NamedTuple):
     token_ids: Array  # [T]
     attention: AttentionInputs
     wanted: Array  # [R] the last token of each row, whose logits are computed
-    rows: Array  # [2, R] slots and sequence lengths, for the sampler
+    rows: Array  # [3, R] slots, sequence lengths and whether the row samples, for the sampler
 
 
 def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) -> tuple[StepInputs, BatchState]:
@@ -174,7 +180,7 @@ def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) ->
     )
     last = starts[jnp.clip(row - decoding + 1, 0, prefill)] - 1
     wanted = jnp.where(row < decoding, row, jnp.maximum(last, 0))
-    return StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens])), state
+    return StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens, packed[parts.samples]])), state
 
 
 def _update(packed: Array, parts: _Layout, state: BatchState, prefill_slots: Array, block_size: int) -> BatchState:

@@ -40,6 +40,11 @@ def thaw() -> None:
     _counter.serving = False
 
 
+def total() -> int:
+    """Compilations of this process so far."""
+    return sum(_counter.counts.values())
+
+
 def counts() -> dict[str, int]:
     """Compilations of this process by phase, startup or serving (those read from a cache included)."""
     return dict(_counter.counts)

@@ -11,9 +11,10 @@ import ml_dtypes
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.models.config import CheckpointError, ModelConfig
+from jaxserve.models.config import CheckpointError, ModelConfig, resolve_max_model_len
 from jaxserve.models.kv_cache import bytes_per_block
 from jaxserve.runner.buckets import Ladder, doubling
+from jaxserve.runner.options import options_shapes
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ class Plan:
     block_size: int
     ladder: Ladder
     attention_backend: str
+    """Of all kernels but those below."""
+    prefill_backend: str
     linear_backend: str
     """Of matrix products of few rows."""
     async_depth: int
@@ -58,17 +61,18 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
     on_gpu = platform == "gpu"
     max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
-    max_model_len = _max_model_len(config, model)
+    max_model_len = resolve_max_model_len(config.max_model_len, model)
     rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
     tokens = config.token_buckets or _token_sizes(budget, on_gpu)
     ladder = Ladder(rows, tokens)
-    backend = _backend(config, on_gpu)
     if ladder.max_rows != max_num_seqs:
         raise ValueError(f"--row-buckets must end with --max-num-seqs ({max_num_seqs}), got {rows}")
     if ladder.token_sizes[-1] != budget:
         raise ValueError(f"--token-buckets must end with --max-num-batched-tokens ({budget}), got {tokens}")
+    dtype = _dtype(config, model, on_gpu)
+    backend, prefill_backend = _backends(config, model, dtype, on_gpu, compute_capability)
     return Plan(
-        dtype=_dtype(config, model, on_gpu),
+        dtype=dtype,
         max_model_len=max_model_len,
         fit_model_len=config.max_model_len == "auto",
         max_num_seqs=max_num_seqs,
@@ -78,20 +82,10 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         attention_backend=backend,
         # Its tiles are made for Hopper's tensor cores and shared memory.
         linear_backend=backend if compute_capability.startswith("9.") else "reference",
+        prefill_backend=prefill_backend,
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
     )
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Linear RoPE scaling may be used up to ``factor`` times the stated length; nothing else may go beyond it."""
-    native = model.max_position_embeddings
-    if not isinstance(config.max_model_len, int):
-        return native
-    limit = int(native * model.rope.factor) if model.rope.kind == "linear" else native
-    if config.max_model_len > limit:
-        raise ValueError(f"--max-model-len {config.max_model_len} is more than the model's {limit} positions")
-    return config.max_model_len
 
 
 def _row_sizes(max_num_seqs: int, on_gpu: bool) -> tuple[int, ...]:
@@ -109,13 +103,32 @@ def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:
     return tuple(sorted({*powers, *(p * 3 // 2 for p in powers if p * 3 // 2 < budget)}))
 
 
-def _backend(config: EngineConfig, on_gpu: bool) -> str:
-    """An explicit choice never falls back; auto is Triton on a GPU."""
-    if config.attention_backend == "triton" and not on_gpu:
-        raise ValueError("--attention-backend triton needs an NVIDIA GPU; a CPU has reference")
-    if config.attention_backend != "auto":
-        return config.attention_backend
-    return "triton" if on_gpu else "reference"
+def _backends(
+    config: EngineConfig, model: ModelConfig, dtype: np.dtype, on_gpu: bool, compute_capability: str
+) -> tuple[str, str]:
+    """Of all kernels, and of prefill attention. An explicit choice never falls back; auto is Triton on a GPU, and for
+    prefill attention Mosaic GPU where that can do it."""
+    choice = config.attention_backend
+    if choice in ("triton", "mosaic_gpu") and not on_gpu:
+        raise ValueError(f"--attention-backend {choice} needs an NVIDIA GPU; a CPU has reference")
+    if choice == "reference" or not on_gpu:
+        return "reference", "reference"
+    if choice == "triton":
+        return "triton", "triton"
+    refusal = _mosaic_refusal(model, dtype, config.block_size, compute_capability)
+    if choice == "mosaic_gpu" and refusal:
+        raise ValueError(f"--attention-backend mosaic_gpu: {refusal}")
+    return "triton", "triton" if refusal else "mosaic_gpu"
+
+
+def _mosaic_refusal(model: ModelConfig, dtype: np.dtype, block_size: int, compute_capability: str) -> str | None:
+    """Why prefill attention cannot run on Mosaic GPU."""
+    if not compute_capability.startswith("9."):
+        return f"needs a Hopper GPU (compute capability 9.0), this one has {compute_capability or 'none'}"
+    from pallas_kernels import mosaic_prefill  # here, since no other device needs its imports
+
+    reason = mosaic_prefill.refusal(dtype, dtype, model.head_dim, block_size)
+    return f"does not do {reason}" if reason else None
 
 
 def _dtype(config: EngineConfig, model: ModelConfig, on_gpu: bool) -> np.dtype:
@@ -175,9 +188,12 @@ def _kv_bytes(config: EngineConfig, device: jax.Device, param_bytes: int, progra
 
 def _program_bytes(plan: Plan, model: ModelConfig) -> int:
     """Device memory that steps take beside parameters and cache, at most: what a layer makes of the largest bucket's
-    tokens, the logits of the steps in flight and a sampler's copies of them, and what libraries keep."""
+    tokens, the logits of the steps in flight and a sampler's copies of them, optional sampling state, and what
+    libraries keep."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
     widths = 3 * model.intermediate_size + 4 * model.hidden_size + 2 * qkv
     bucket = plan.ladder.all()[-1]
     logits = 4 * bucket.rows * model.vocab_size
-    return bucket.tokens * widths * plan.dtype.itemsize + (plan.async_depth + 4) * logits + WORKSPACE_BYTES
+    activations = bucket.tokens * widths * plan.dtype.itemsize
+    optional = sum(a.size * a.dtype.itemsize for a in options_shapes(plan.max_num_seqs, model.vocab_size))
+    return activations + (plan.async_depth + 4) * logits + optional + WORKSPACE_BYTES

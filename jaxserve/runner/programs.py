@@ -23,11 +23,12 @@ from jaxserve.models.attention import AttentionSpec
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, cache_shapes
 from jaxserve.models.registry import model_module
-from jaxserve.runner import batch
+from jaxserve.runner import batch, options
 from jaxserve.runner.batch import BatchState
 from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.options import OptionsState
 from jaxserve.runner.plan import Plan
-from jaxserve.runner.sampler import VARIANTS, SamplerVariant, choose_tokens
+from jaxserve.runner.sampler import VARIANTS, Kind, SamplerVariant, choose_tokens, choose_with_options
 
 Array = jax.Array
 Progress = Callable[[str], None]
@@ -44,7 +45,12 @@ class Programs:
     forward: dict[Bucket, Any]
     """(params, cache, state, packed) -> (cache, state, logits, rows); cache and state are donated."""
     sample: dict[tuple[int, SamplerVariant], Any]
-    """(state, logits, rows) -> (state, result); the state is donated."""
+    """(state, logits, rows) -> (state, result); the state is donated. The full ones: (state, options, logits, rows,
+    mask) -> (state, options, result); state and options are donated."""
+    new_options: Any
+    """() -> options"""
+    load_row: Any
+    """(options, packed row) -> options, which are donated."""
 
 
 class ProgramBuilder:
@@ -55,7 +61,9 @@ class ProgramBuilder:
         self._plan = plan
         self._module = model_module(model.architecture)
         self._replicated = NamedSharding(mesh, P())
-        self._spec = AttentionSpec(mesh, plan.attention_backend, plan.linear_backend, model.head_dim**-0.5)
+        self._spec = AttentionSpec(
+            mesh, plan.attention_backend, plan.prefill_backend, plan.linear_backend, model.head_dim**-0.5
+        )
         # One program of a kind is lowered at a time, which is where Triton kernels are compiled: in parallel, all would
         # compile the same ones.
         self._lowering_forward, self._lowering_sample = Lock(), Lock()
@@ -63,6 +71,9 @@ class ProgramBuilder:
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
         self.state: BatchState = jax.tree.map(
             lambda a: self._shape(a.shape, a.dtype), batch.state_shapes(plan.max_num_seqs, plan.table_width)
+        )
+        self.options: OptionsState = jax.tree.map(
+            lambda a: self._shape(a.shape, a.dtype), options.options_shapes(plan.max_num_seqs, model.vocab_size)
         )
 
     def _shape(self, shape: tuple[int, ...], dtype: Any, sharding: Any = None) -> jax.ShapeDtypeStruct:
@@ -88,22 +99,41 @@ class ProgramBuilder:
         with self._lowering_forward:
             lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
         compiled = lowered.compile(None if autotune else UNTUNED)
-        _check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
+        check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
         return compiled
 
     def sample(self, rows: int, variant: SamplerVariant) -> Any:
         """Compile the sampling program for a number of rows."""
-
-        def sample(state: BatchState, logits: Array, rows: Array) -> tuple[BatchState, Array]:
-            plan = self._plan
-            return choose_tokens(
-                state, logits, rows, variant=variant, backend=plan.attention_backend, max_logprobs=plan.max_logprobs
-            )
-
-        logits = self._shape((rows, self._model.vocab_size), jnp.float32)
+        plan, vocab = self._plan, self._model.vocab_size
+        how: dict[str, Any] = dict(variant=variant, backend=plan.attention_backend, max_logprobs=plan.max_logprobs)
+        logits, row_data = self._shape((rows, vocab), jnp.float32), self._shape((3, rows), np.int32)
+        if variant.kind is not Kind.FULL:
+            jitted = jax.jit(partial(choose_tokens, **how), donate_argnums=0)
+            with self._lowering_sample:
+                lowered = jitted.lower(self.state, logits, row_data)
+            return lowered.compile()
+        jitted = jax.jit(partial(choose_with_options, **how), donate_argnums=(0, 1))
+        mask = self._shape((rows, options.mask_words(vocab)), np.int32)
         with self._lowering_sample:
-            lowered = jax.jit(sample, donate_argnums=0).lower(self.state, logits, self._shape((2, rows), np.int32))
-        return lowered.compile()
+            lowered = jitted.lower(self.state, self.options, logits, row_data, mask)
+        compiled = lowered.compile()
+        check_aliased(compiled, (self.state, self.options), f"sample {rows} rows, {variant}")
+        return compiled
+
+    def new_options(self) -> Any:
+        """Compile the program that makes empty optional state."""
+
+        def new_options() -> OptionsState:
+            return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.options)
+
+        return jax.jit(new_options, out_shardings=self._replicated).lower().compile()
+
+    def load_row(self) -> Any:
+        """Compile the program that writes a slot's row of the optional state."""
+        packed = self._shape((options.ROW_WORDS,), np.int32)
+        compiled = jax.jit(options.load_row, donate_argnums=0).lower(self.options, packed).compile()
+        check_aliased(compiled, self.options, "the program that loads a row of options")
+        return compiled
 
     def all(self, progress: Progress, *, on_gpu: bool, check: Callable[[], None]) -> Programs:
         """Compile everything, on all cores, with a progress line a program; ``check`` is called before each and raises
@@ -114,7 +144,7 @@ class ProgramBuilder:
         """
         buckets = self._plan.ladder.all()
         samplers = [(rows, v) for rows in sorted({b.rows for b in buckets}) for v in VARIANTS]
-        total = len(buckets) + len(samplers)
+        total = len(buckets) + len(samplers) + 2
         counter = itertools.count(1)
 
         def timed(what: str, compile_one: Callable[[], Any]) -> Any:
@@ -133,9 +163,13 @@ class ProgramBuilder:
             sample = {
                 (r, v): pool.submit(timed, f"sample {r} rows, {v}", partial(self.sample, r, v)) for r, v in samplers
             }
+            new_options = pool.submit(timed, "empty options", self.new_options)
+            load_row = pool.submit(timed, "a row's options", self.load_row)
             return Programs(
                 forward={b: forward[b].result() for b in buckets},
                 sample={key: future.result() for key, future in sample.items()},
+                new_options=new_options.result(),
+                load_row=load_row.result(),
             )
 
     def _worth_tuning(self, bucket: Bucket) -> bool:
@@ -147,9 +181,14 @@ class ProgramBuilder:
         return bucket.tokens >= TUNED_FROM or (bucket.prefill_rows == 0 and not own_head)
 
 
-def _check_aliased(compiled: Any, donated: Any, what: str) -> None:
+def nbytes(arrays: Any) -> int:
+    """Bytes of a tree of arrays or of their shapes."""
+    return sum(int(np.prod(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(arrays))
+
+
+def check_aliased(compiled: Any, donated: Any, what: str) -> None:
     """A donation that does not take would copy the whole cache every step, without a word."""
-    expected = sum(np.prod(a.shape) * a.dtype.itemsize for a in jax.tree.leaves(donated))
+    expected = nbytes(donated)
     aliased = compiled.memory_analysis().alias_size_in_bytes
     if aliased < expected:
         raise RuntimeError(f"{what} reuses {aliased} bytes of the KV cache and state in place, expected {expected}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,20 +13,23 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import ModelConfig, load_model_config
 from jaxserve.models.dummy import param_structs, random_params
-from jaxserve.models.kv_cache import zeros
+from jaxserve.models.kv_cache import bytes_per_block, zeros
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import Checkpoint
-from jaxserve.runner import batch, compiles
+from jaxserve.runner import batch, compiles, options
 from jaxserve.runner.batch import BatchState
 from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.options import OptionsState
 from jaxserve.runner.plan import make_plan, num_blocks
 from jaxserve.runner.programs import ProgramBuilder, Programs
-from jaxserve.runner.sampler import NON_FINITE, VARIANTS, SamplerVariant, split_result
+from jaxserve.runner.sampler import FAULTS, NON_FINITE, VARIANTS, Kind, SamplerVariant, split_result
+from jaxserve.runner.swap import SwapHandle, Swapper, reserved_bytes
 from jaxserve.scheduling.schedule import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -38,8 +41,9 @@ class RowOutput(msgspec.Struct, frozen=True, gc=False):
     """What a step gave one of its rows. A Struct, since hundreds are made every step."""
 
     token_ids: list[int]
-    """Sampled tokens, one now; empty if the row does not sample or its logits were not finite."""
-    finite: bool = True
+    """Sampled tokens, one now; empty if the row does not sample or there is a fault."""
+    fault: str | None = None
+    """Why the row, which should sample, cannot."""
     logprob: float | None = None
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
@@ -74,13 +78,13 @@ class PendingStep:
         tokens, logprobs, top_ids, top_logprobs = split_result(np.asarray(self._result), self._max_logprobs)
         rows = []
         for place, (token, item) in enumerate(zip(tokens.tolist(), self.schedule.rows, strict=False)):
-            if not item.samples:
+            if token == NON_FINITE or (item.samples and token in FAULTS):
+                rows.append(RowOutput([], FAULTS[token]))
+            elif not item.samples:
                 rows.append(NO_TOKEN)
-            elif token == NON_FINITE:
-                rows.append(RowOutput([], finite=False))
             elif item.wants_logprobs:
                 top = tuple(top_ids[place].tolist()), tuple(top_logprobs[place].tolist())
-                rows.append(RowOutput([token], True, float(logprobs[place]), *top))
+                rows.append(RowOutput([token], None, float(logprobs[place]), *top))
             else:
                 rows.append(RowOutput([token]))
         return StepOutput(rows)
@@ -103,17 +107,26 @@ class ModelRunner:
         if self.plan.dtype == np.float32:
             jax.config.update("jax_default_matmul_precision", "highest")  # else a GPU would use TF32
         structs = param_structs(self.model_config, self.plan.dtype, self._mesh)
-        self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], _device_bytes(structs))
+        reserved = _device_bytes(structs)
+        swap_bytes = int(config.swap_space * 2**30)
+        if swap_bytes:
+            reserved += reserved_bytes(bytes_per_block(self.model_config, self.plan.block_size, self.plan.dtype))
+        self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserved)
         builder = ProgramBuilder(self.model_config, self.plan, structs, self._mesh, self.num_blocks)
         with ThreadPoolExecutor(1) as loader:  # programs are compiled from shapes, meanwhile
             loading = loader.submit(self._load, directory, config.load_format, progress)
             self._programs = self._compile(builder, progress, loading)
+            self.swapper = Swapper(builder.cache, self._mesh, swap_bytes) if swap_bytes else None
             self._params = loading.result()
         with self._phase("allocate"):
             self._cache = zeros(builder.cache)
             self._state: BatchState = zeros(builder.state)
+            self._options: OptionsState | None = None
+            self._no_masks: dict[int, jax.Array] = {}
         with self._phase("warm_up"):
             self._warm_up()
+            if self.swapper is not None:
+                self._cache = self.swapper.warm_up(self._cache)
         compiles.freeze()
 
     @contextmanager
@@ -157,12 +170,16 @@ class ModelRunner:
                 for variant in VARIANTS:
                     self._sample(logits, rows, variant)
         jax.block_until_ready(self._state)
+        self._options, self._no_masks = None, {}  # most servers never need them
 
-    def submit(self, schedule: SchedulerOutput) -> PendingStep:
-        """Dispatch one step; returns before it has run."""
+    def submit(self, schedule: SchedulerOutput, mask: np.ndarray | None = None) -> PendingStep:
+        """Dispatch one step; returns before it has run. ``mask``, int32 ``[len(schedule.rows), ceil(V / 32)]``, has a
+        bit for each token that a row may choose, id i in bit i % 32 of word i // 32."""
         bucket = self._bucket(schedule)
         logits, rows = self._forward(schedule, bucket)
-        result = self._sample(logits, rows, SamplerVariant(schedule.greedy, schedule.logprobs))
+        self._load_options(schedule)
+        variant = SamplerVariant.of(schedule, mask is not None)
+        result = self._sample(logits, rows, variant, None if mask is None else self._placed_mask(mask, bucket))
         result.copy_to_host_async()
         return PendingStep(schedule, bucket, result, self.plan.max_logprobs)
 
@@ -176,10 +193,49 @@ class ModelRunner:
         )
         return logits, rows
 
-    def _sample(self, logits: jax.Array, rows: jax.Array, variant: SamplerVariant) -> jax.Array:
+    def _sample(
+        self, logits: jax.Array, rows: jax.Array, variant: SamplerVariant, mask: jax.Array | np.ndarray | None = None
+    ) -> jax.Array:
         program = self._programs.sample[logits.shape[0], variant]
-        self._state, result = program(self._state, logits, rows)
+        if variant.kind is Kind.FULL:
+            mask = self._no_mask(logits.shape[0]) if mask is None else mask
+            self._state, self._options, result = program(self._state, self._some_options(), logits, rows, mask)
+        else:
+            self._state, result = program(self._state, logits, rows)
         return result
+
+    def _some_options(self) -> OptionsState:
+        """Made when they are first needed."""
+        if self._options is None:
+            self._options = self._programs.new_options()
+        return self._options
+
+    def _load_options(self, schedule: SchedulerOutput) -> None:
+        for item in schedule.prefill:
+            if item.sampling is not None and item.sampling.options is not None:
+                for packed in options.pack_row(item.slot, item.sampling.params, item.sampling.options):
+                    self._options = self._programs.load_row(self._some_options(), packed)
+
+    def _no_mask(self, rows: int) -> jax.Array:
+        if rows not in self._no_masks:
+            words = options.mask_words(self.model_config.vocab_size)
+            self._no_masks[rows] = jax.device_put(np.full((rows, words), -1, np.int32), NamedSharding(self._mesh, P()))
+        return self._no_masks[rows]
+
+    def _placed_mask(self, mask: np.ndarray, bucket: Bucket) -> np.ndarray:
+        placed = np.full((bucket.rows, options.mask_words(self.model_config.vocab_size)), -1, np.int32)
+        placed[: len(mask)] = mask
+        return placed
+
+    def swap_out(self, block_ids: Sequence[int]) -> SwapHandle:
+        """Copy blocks to host memory, as the steps submitted so far leave them; returns before it has happened."""
+        assert self.swapper is not None
+        return self.swapper.swap_out(self._cache, block_ids)
+
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int]) -> None:
+        """Copy them back, to blocks of these numbers, before any step submitted later."""
+        assert self.swapper is not None
+        self._cache = self.swapper.swap_in(self._cache, handle, block_ids)
 
     def logits(self, schedule: SchedulerOutput) -> np.ndarray:
         """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""

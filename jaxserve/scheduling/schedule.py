@@ -9,6 +9,18 @@ from jaxserve.request import SamplingParams
 DEVICE_TOKEN = -1
 """In ``token_ids``: the token that the slot's last step sampled, which only the device may know yet."""
 
+MAX_CACHED_BLOCKS = 8192
+"""Blocks that hold computed tokens already and that the requests of one step can bring along to their slots."""
+
+
+class RowOptions(msgspec.Struct, frozen=True, gc=False):
+    """What optional sampling state is built from."""
+
+    token_ids: list[int]
+    """The whole sequence: the prompt, and what has been generated."""
+    prompt_len: int
+    stop_ids: frozenset[int]
+
 
 class RowSampling(msgspec.Struct, frozen=True, gc=False):
     """A request's sampling parameters, as its slot keeps them."""
@@ -16,6 +28,8 @@ class RowSampling(msgspec.Struct, frozen=True, gc=False):
     params: SamplingParams
     seed: int
     choice_index: int
+    options: RowOptions | None = None
+    """Given where ``params.has_options``."""
 
 
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
@@ -36,6 +50,13 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """Given when the request takes the slot."""
 
 
+class Swap(msgspec.Struct, frozen=True, gc=False):
+    """Blocks of one request that go to host memory, or come back from there in the same order."""
+
+    request_id: str
+    block_ids: list[int]
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step. ``decode`` holds requests that go on with a single token and at most one new block, ``prefill`` the
     others: those that compute several tokens, and those that take a slot."""
@@ -46,8 +67,21 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """No row that samples wants randomness."""
     logprobs: bool = False
     """Some row that samples wants log-probabilities."""
+    top_logprobs: bool = False
+    """Also of tokens that were not chosen."""
+    options: bool = False
+    """Some row that samples has penalties, biases, bad words or the like."""
+    swap_out: tuple[Swap, ...] = ()
+    """To be done before ``swap_in``, and both before the step."""
+    swap_in: tuple[Swap, ...] = ()
     preempted: tuple[str, ...] = ()
     admitted: tuple[str, ...] = ()
+    queried_tokens: int = 0
+    """Tokens of the requests that were admitted for the first time and looked for cached blocks …"""
+    cached_tokens: int = 0
+    """… and how many of those they found."""
+    num_evicted: int = 0
+    """Cached blocks that gave way since the step before."""
 
     @property
     def rows(self) -> list[ScheduledRequest]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Any, cast
 
 from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -12,6 +13,12 @@ logger = logging.getLogger(__name__)
 QUIET_PATHS = frozenset(("/health", "/ready", "/ping", "/metrics"))
 """Asked every few seconds by machines: their lines would hide all others."""
 MAX_PATH = 200
+_FAULT = "jaxserve_fault"
+
+
+def note_fault(scope: Scope, reason: str) -> None:
+    """Has the log say why this request failed. A reason is made of codes and names of fields, never of a body."""
+    cast(dict[str, Any], scope)[_FAULT] = reason
 
 
 class AccessLog:
@@ -27,21 +34,26 @@ class AccessLog:
         method: str = scope["method"]  # type: ignore[typeddict-item]  # not narrowed to HTTP
         begin = time.monotonic()
         status: int | None = None
+        complete = False
 
         async def watch(message: Message) -> None:
-            nonlocal status
+            nonlocal status, complete
             if message["type"] == "http.response.start":
                 status = message["status"]
+            elif message["type"] == "http.response.body":
+                complete = not message.get("more_body")
             await send(message)
 
         try:
             await self._app(scope, receive, watch)
         finally:
+            reason = scope.get(_FAULT) or ("" if complete else "the client left")
             logger.info(
-                "%s %.*r %s %.1f ms",
+                "%s %.*r %s %.1f ms%s",
                 method,
                 MAX_PATH,
                 scope["path"],
                 "-" if status is None else status,
                 (time.monotonic() - begin) * 1000,
+                f" ({reason})" if reason else "",
             )

@@ -8,16 +8,22 @@ from typing import Any
 
 from litestar import Litestar
 from litestar.datastructures import State
-from litestar.types import Message, Scope
+from litestar.types import ASGIApp
 
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.server import openai, operations
+from jaxserve.server.access import AccessLog
+from jaxserve.server.auth import ApiKeys
 from jaxserve.server.context import ServerContext
+from jaxserve.server.cors import Cors
 from jaxserve.server.errors import answer_error
+from jaxserve.server.request_ids import RequestIds
+from jaxserve.server.responses.route import responses
 from jaxserve.tokenizer import Tokenizer
 
-MAX_REQUEST_ID = 256
+GREETING_SECONDS = 0.5
+"""For an engine that is ready to say so; one that loads does not answer."""
 
 
 def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer, defaults: dict[str, Any]) -> Litestar:
@@ -27,6 +33,9 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
     @asynccontextmanager
     async def engine_line(_: Litestar) -> AsyncIterator[None]:
         await client.start()
+        # Where the engine serves already, for this process's siblings or its predecessor, so does this one from the
+        # first request on.
+        await client.wait_ready(GREETING_SECONDS)
         try:
             yield
         finally:
@@ -36,6 +45,7 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
         route_handlers=[
             openai.completions,
             openai.chat_completions,
+            responses,
             openai.list_models,
             openai.get_model,
             openai.tokenize,
@@ -44,9 +54,14 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
             operations.version,
             operations.metrics,
             operations.load,
+            operations.reset_prefix_cache,
+            operations.debug_steps,
+            operations.server_info,
+            operations.abort,
+            operations.openapi_document,
+            operations.docs,
         ],
         exception_handlers={Exception: answer_error},
-        before_send=[echo_request_id],
         lifespan=[engine_line],
         state=State({"context": context}),
         request_max_body_size=config.max_body_bytes,
@@ -55,10 +70,8 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
     )
 
 
-async def echo_request_id(message: Message, scope: Scope) -> None:
-    """The client's own X-Request-Id goes back to it; nothing here is named after it."""
-    if message["type"] == "http.response.start":
-        for name, value in scope["headers"]:
-            if name == b"x-request-id" and len(value) <= MAX_REQUEST_ID:
-                message["headers"] = [*message["headers"], (name, value)]
-                break
+def with_middleware(app: Litestar, config: ServerConfig) -> ASGIApp:
+    """The application with all that stands in front of its routing."""
+    guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
+    shared = Cors(guarded, config) if config.allowed_origins else guarded
+    return AccessLog(RequestIds(shared, always=config.enable_request_id_headers))

@@ -11,9 +11,11 @@ from typing import Any
 from litestar.connection import ASGIConnection
 
 from jaxserve.config import ServerConfig
+from jaxserve.engine.admission import QueueLimits
 from jaxserve.engine.client import EngineClient
 from jaxserve.request import seed_source
 from jaxserve.server.errors import ApiError
+from jaxserve.server.reasoning import ReasoningFormat, reasoning_format
 from jaxserve.tokenizer import Tokenizer
 
 
@@ -28,13 +30,32 @@ class ServerContext:
     """Set on SIGTERM: what runs may finish, nothing new begins."""
     started: int = field(default_factory=lambda: int(time.time()))
     draw_seed: Callable[[], int] = field(init=False)
+    reasoning: ReasoningFormat | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.draw_seed = seed_source(self.config.engine.seed)
+        name = self.config.reasoning_parser
+        self.reasoning = reasoning_format(name) if name else None
+
+    @property
+    def reasoning_tags(self) -> tuple[str, ...]:
+        return (self.reasoning.start, self.reasoning.end) if self.reasoning else ()
 
     @property
     def model_name(self) -> str:
         return self.config.model_names[0]
+
+    def deadline(self, deadline_ms: int | None) -> float | None:
+        """``time.monotonic()`` when an answer that begins now must end, by its client and by the server."""
+        limits = [seconds for seconds in (self.config.request_timeout,) if seconds is not None]
+        if deadline_ms is not None:
+            limits.append(deadline_ms / 1000)
+        return time.monotonic() + min(limits) if limits else None
+
+    def check_queue(self, deadline: float | None = None) -> None:
+        """Raises ``Overloaded`` if a new call would wait too long."""
+        limits = QueueLimits(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
+        self.client.check_queue(limits, deadline)
 
     def check_serving(self) -> None:
         """Raises ``ApiError`` 503 unless a new request could be answered now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import msgspec
@@ -11,15 +11,17 @@ from litestar import Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.exceptions import InternalServerException
 from litestar.handlers.base import BaseRouteHandler
-from litestar.response import Stream
 
+from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
 from jaxserve.server.errors import ClientDisconnectedError
+from jaxserve.server.event_stream import EventStream
 from jaxserve.server.generation import Generation, make_choices, unless_disconnected
 from jaxserve.server.parse import check_content_type, check_model, parse_body, unknown_model
 from jaxserve.server.protocol import ChatDialect, CompletionDialect, Dialect, stream_events
+from jaxserve.server.reply import Reply, reply_maker
 from jaxserve.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -28,11 +30,16 @@ from jaxserve.server.schemas import (
     GenerationRequest,
     ModelCard,
     ModelList,
+    StreamOptions,
     TokenizeRequest,
     TokenizeResponse,
 )
+from jaxserve.server.timing import server_timing
+from jaxserve.server.tools import ToolUse, tool_use
 from jaxserve.server.validate import Prompt
 
+PROMPT_END = 32
+"""Tokens of a prompt that tell whether its template has opened the thoughts of a reasoning model."""
 LARGE_BODY = 16 * 1024
 """Bytes from which tokenising would keep the other streams waiting, so that it gets a thread."""
 
@@ -45,22 +52,25 @@ def serving(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler)
 @post("/v1/completions", status_code=200, guards=[serving])
 async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
+    context.check_queue()  # before any work is done for it
     body = await read_body(request, CompletionRequest, context)
     sampling = validate.completion_sampling(body, context.config, context.defaults)
     prompts = await off_loop(request, lambda: validate.completion_prompts(body, context.config, context.tokenizer))
     generation = begin(context, "cmpl", body, prompts, sampling, chat=False)
-    generation.echo = bool(body.echo)
     return await respond(request, context, body, CompletionDialect(generation))
 
 
 @post("/v1/chat/completions", status_code=200, guards=[serving])
 async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
+    context.check_queue()
     body = await read_body(request, ChatRequest, context)
-    sampling = validate.chat_sampling(body, context.config, context.defaults)
-    prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer))
-    generation = begin(context, "chatcmpl", body, [prompt], sampling, chat=True)
-    return await respond(request, context, body, ChatDialect(generation))
+    tools = tool_use(body, context.config)
+    sampling = validate.chat_sampling(body, context.config, context.defaults, tools.structured)
+    prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer, tools.tools))
+    shown = {*tools.special_tokens, *context.reasoning_tags}
+    generation = begin(context, "chatcmpl", body, [prompt], sampling, chat=True, shown=shown)
+    return await respond(request, context, body, ChatDialect(generation, make_replies(context, body, tools, prompt)))
 
 
 @get("/v1/models", guards=[serving])
@@ -107,7 +117,8 @@ async def read_body[T](request: Request[Any, Any, Any], kind: type[T], context: 
     except InternalServerException:  # Litestar's word for a client that left before it had sent all
         raise ClientDisconnectedError("the client closed the connection") from None
     body = await off_loop(request, lambda: parse_body(raw, kind))
-    check_model(getattr(body, "model", None), context.config.model_names)
+    if not context.config.accept_any_model:
+        check_model(getattr(body, "model", None), context.config.model_names)
     return body
 
 
@@ -126,22 +137,43 @@ def begin(
     sampling: SamplingParams,
     *,
     chat: bool,
+    shown: Collection[str] = (),
 ) -> Generation:
-    """Lets the call in, or raises ``RequestError``."""
-    request_id = new_id(kind)
-    requests = validate.admit(request_id, prompts, sampling, context.client.info, context.draw_seed, chat=chat)
-    options = body.stream_options
+    """Lets the call in, or raises ``RequestError`` for what can never work, ``Overloaded`` for what cannot work now. Of
+    special tokens, those ``shown`` are always in the text."""
+    request_id, config, info = new_id(kind), context.config, context.client.info
+    sampling = with_bad_words(sampling, context.tokenizer)
+    prompts = validate.truncate(prompts, body.truncate_prompt_tokens, sampling, info)
+    drawn = validate.candidates(sampling, body.best_of)
+    deadline = context.deadline(body.deadline_ms)
+    requests = validate.admit(request_id, prompts, drawn, body, info, context.draw_seed, deadline, chat=chat)
+    context.check_queue(deadline)
+    options = body.stream_options or StreamOptions()
+    include_usage = bool(options.include_usage) or config.enable_force_include_usage
+    timed = config.enable_per_request_metrics
+    shown_ids = frozenset(token for text in shown if (token := context.tokenizer.token_id(text)) is not None)
     return Generation(
         id=request_id,
         model=context.model_name,
         tokenizer=context.tokenizer,
         sampling=sampling,
         prompts=prompts,
-        choices=make_choices(prompts, requests, sampling, context.tokenizer),
+        choices=make_choices(prompts, requests, drawn, context.tokenizer, shown_ids=shown_ids, timed=timed),
+        echo=bool(body.echo),
         return_token_ids=bool(body.return_token_ids),
-        include_usage=bool(options and options.include_usage),
-        continuous_usage=bool(options and options.continuous_usage_stats),
+        return_tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
+        include_usage=include_usage,
+        continuous_usage=include_usage and bool(options.continuous_usage_stats),
     )
+
+
+def make_replies(
+    context: ServerContext, body: ChatRequest, tools: ToolUse, prompt: Prompt
+) -> Callable[[], Reply] | None:
+    """How the answers' text is taken apart, None where it is not."""
+    form = context.reasoning
+    prompt_end = context.tokenizer.decode(prompt.token_ids[-PROMPT_END:]) if form else ""
+    return reply_maker(tools, form, prompt_end, include_reasoning=body.include_reasoning is not False)
 
 
 async def respond(
@@ -149,17 +181,14 @@ async def respond(
 ) -> Response[Any]:
     """The answer, as a stream of events or whole."""
     if body.stream:
-        return Stream(
-            stream_events(dialect, context.client),
-            media_type="text/event-stream",
-            headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
-        )
+        return EventStream(stream_events(dialect, context.client, request.scope))
     await unless_disconnected(request, dialect.generation.complete(context.client))
-    return json_answer(dialect.answer())
+    metrics = dialect.generation.metrics()
+    return json_answer(dialect.answer(), {"Server-Timing": server_timing(metrics)} if metrics else None)
 
 
-def json_answer(value: msgspec.Struct) -> Response[bytes]:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def json_answer(value: msgspec.Struct, headers: dict[str, str] | None = None) -> Response[bytes]:
+    return Response(msgspec.json.encode(value), media_type="application/json", headers=headers)
 
 
 def _model_card(name: str, context: ServerContext) -> ModelCard:

@@ -17,38 +17,23 @@ logger = logging.getLogger(__name__)
 
 # Known to change the answer, and not done yet. null is always neutral; so are the values named here.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "chat_template": (),
     "documents": ([],),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
-    "priority": (0,),
     "prompt_embeds": (),
     "prompt_logprobs": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
     "suffix": ("",),
-    "truncate_prompt_tokens": (),
     "typical_p": (1,),
     "use_beam_search": (False,),
     "web_search_options": (),
 }
 NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
-IGNORED = frozenset(
-    ("user", "metadata", "store", "service_tier", "safety_identifier", "parallel_tool_calls", "cache_salt")
-)
+IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier"))
 
 _reported: set[str] = set()
 _MAX_REPORTED = 100
@@ -66,7 +51,8 @@ def check_content_type(content_type: str | None) -> None:
 
 def parse_body[T](body: bytes, kind: type[T]) -> T:
     """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be."""
-    value = _decode(body)
+    # Some clients write every number with a point.
+    value = {name: _integral(item) for name, item in _decode(body).items()}
     _check_fields(value, set(kind.__struct_fields__))  # type: ignore[attr-defined]
     try:
         return msgspec.convert(value, kind)
@@ -77,6 +63,10 @@ def parse_body[T](body: bytes, kind: type[T]) -> T:
         raise RequestError(text, param=re.split(r"[.\[]", field)[0] or None, code="invalid_type") from None
     except OverflowError:
         raise RequestError("A number in the request is too large.", code="invalid_type") from None
+
+
+def _integral(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _decode(body: bytes) -> dict[str, Any]:

@@ -6,6 +6,7 @@ It reads a ``Startup`` as JSON from stdin, serves until SIGTERM or its parent's 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -22,8 +23,7 @@ from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient, EngineUnavailableError
 from jaxserve.engine.defaults import sampling_defaults
 from jaxserve.lifeline import DRAIN_SIGNAL, exit_with_parent
-from jaxserve.server.access import AccessLog
-from jaxserve.server.app import create_app
+from jaxserve.server.app import create_app, with_middleware
 from jaxserve.server.context import ServerContext
 from jaxserve.tokenizer import Tokenizer
 
@@ -103,11 +103,18 @@ def build(startup: Startup) -> ApiServer:
     config = startup.config
     model_directory = Path(startup.model_directory)
     tokenizer = Tokenizer.load(config.engine.tokenizer or model_directory, config.chat_template)
-    defaults = sampling_defaults(model_directory, config.engine.generation_config)
+    defaults = sampling_defaults(
+        model_directory, config.engine.generation_config, config.engine.override_generation_config
+    )
     client = EngineClient(startup.engine_address, engine_fd=startup.engine_fd)
     app = create_app(config, client, tokenizer, defaults)
     settings = uvicorn.Config(
-        AccessLog(app),
+        with_middleware(app, config),
+        root_path=config.root_path,
+        ssl_keyfile=config.ssl_keyfile,
+        ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=LAST_WORDS,
@@ -128,6 +135,9 @@ def main() -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 1
+    # What was made so far lives as long as the process: the collector need not look at it again and again.
+    gc.collect()
+    gc.freeze()
     listener = socket.socket(fileno=startup.listen_fd)
     asyncio.run(server.serve(sockets=[listener]), loop_factory=server.config.get_loop_factory())
     return 0 if server.started else 1

@@ -3,40 +3,64 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 import msgspec
+from litestar.types import Scope
 from msgspec import UNSET, UnsetType
 
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.output import Delta, Token
 from jaxserve.server import schemas
-from jaxserve.server.errors import as_api_error
+from jaxserve.server.access import note_fault
+from jaxserve.server.errors import ApiError, as_api_error
 from jaxserve.server.generation import Choice, Generation
-from jaxserve.tokenizer import Tokenizer
+from jaxserve.server.reasoning import Thought
+from jaxserve.server.reply import Piece, Reply
+from jaxserve.server.tool_parsers import CallDelta
 
 DONE = b"data: [DONE]\n\n"
+
+type Chunk = msgspec.Struct | dict[str, Any]
+"""The content of one event."""
 
 
 class Dialect(ABC):
     """One answer format, for one call."""
 
+    done = DONE
+    """What a stream ends with."""
+
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
+        self._begun: set[int] = set()
+        """Choices that have had a chunk."""
 
     @abstractmethod
-    def opening(self) -> Iterator[msgspec.Struct]:
+    def opening(self) -> Iterator[Chunk]:
         """Chunks that are known before the first token."""
 
     @abstractmethod
-    def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
+    def chunks(self, choice: Choice, delta: Delta) -> Iterator[Chunk]:
         """The chunks that carry one delta."""
 
     @abstractmethod
-    def usage_chunk(self) -> msgspec.Struct:
+    def usage_chunk(self) -> Chunk:
         """The chunk without choices that ends a stream with include_usage."""
+
+    def closing(self) -> Iterator[Chunk]:
+        """Chunks that follow the last token."""
+        if self.generation.include_usage:
+            yield self.usage_chunk()
+
+    def encode(self, chunk: Chunk) -> bytes:
+        return b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+
+    def fault(self, fault: ApiError) -> bytes:
+        """The event that tells of a fault."""
+        return b"data: " + fault.body() + b"\n\n"
 
     @abstractmethod
     def answer(self) -> msgspec.Struct:
@@ -51,27 +75,43 @@ class Dialect(ABC):
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.prompt.token_ids if self.generation.return_token_ids else UNSET
 
+    def _token_name(self, token_id: int) -> str:
+        """How log-probabilities call a token."""
+        if self.generation.return_tokens_as_token_ids:
+            return f"token_id:{token_id}"
+        return self.generation.tokenizer.token_text(token_id)
+
+    def _chat_logprobs(self, tokens: Sequence[Token]) -> list[schemas.ChatTokenLogprob]:
+        return [
+            schemas.ChatTokenLogprob(
+                **self._token_logprob(token.token_id, token.logprob),
+                top_logprobs=[schemas.TopLogprob(**self._token_logprob(*pair)) for pair in token.top],
+            )
+            for token in tokens
+        ]
+
+    def _token_logprob(self, token_id: int, logprob: float | None) -> dict[str, Any]:
+        raw = self.generation.tokenizer.token_bytes(token_id)
+        return {"token": self._token_name(token_id), "logprob": logprob, "bytes": list(raw)}
+
 
 class CompletionDialect(Dialect):
-    def opening(self) -> Iterator[msgspec.Struct]:
+    def opening(self) -> Iterator[Chunk]:
         if self.generation.echo:
             for choice in self.generation.choices:
-                yield self._chunk(schemas.CompletionChoice(index=choice.index, text=self._prompt_text(choice)))
+                yield self._chunk(self._choice(choice, self._prompt_text(choice)))
 
-    def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
-        yield self._chunk(
-            schemas.CompletionChoice(
-                index=choice.index,
-                text=delta.text,
-                logprobs=self._logprobs(choice, delta.tokens),
-                finish_reason=delta.finish_reason,
-                stop_reason=_present(delta.stop_reason),
-                token_ids=self._token_ids(delta.tokens),
-            )
-        )
+    def chunks(self, choice: Choice, delta: Delta) -> Iterator[Chunk]:
+        chunk = self._choice(choice, delta.text)
+        chunk.logprobs = self._logprobs(choice, delta.tokens)
+        chunk.finish_reason, chunk.stop_reason = delta.finish_reason, present(delta.stop_reason)
+        chunk.token_ids = self._token_ids(delta.tokens)
+        yield self._chunk(chunk)
 
-    def usage_chunk(self) -> msgspec.Struct:
-        return self._envelope([], self.generation.usage())
+    def usage_chunk(self) -> Chunk:
+        chunk = self._envelope([], self.generation.usage())
+        chunk.metrics = present(self.generation.metrics())
+        return chunk
 
     def answer(self) -> msgspec.Struct:
         choices = [
@@ -80,13 +120,22 @@ class CompletionDialect(Dialect):
                 text=self._prompt_text(choice) + choice.text if self.generation.echo else choice.text,
                 logprobs=self._logprobs(choice, choice.tokens),
                 finish_reason=choice.finish_reason,
-                stop_reason=_present(choice.stop_reason),
+                stop_reason=present(choice.stop_reason),
                 token_ids=self._token_ids(choice.tokens),
                 prompt_token_ids=self._prompt_token_ids(choice),
             )
-            for choice in self.generation.choices
+            for choice in self.generation.answers()
         ]
-        return self._envelope(choices, self.generation.usage())
+        answer = self._envelope(choices, self.generation.usage())
+        answer.metrics = present(self.generation.metrics())
+        return answer
+
+    def _choice(self, choice: Choice, text: str) -> schemas.CompletionChoice:
+        """A chunk's choice; the first of each index names the prompt's ids, if they are asked for."""
+        first = choice.index not in self._begun
+        self._begun.add(choice.index)
+        prompt_token_ids = self._prompt_token_ids(choice) if first else UNSET
+        return schemas.CompletionChoice(index=choice.index, text=text, prompt_token_ids=prompt_token_ids)
 
     def _chunk(self, choice: schemas.CompletionChoice) -> schemas.Completion:
         return self._envelope([choice], self._usage_so_far())
@@ -110,74 +159,99 @@ class CompletionDialect(Dialect):
     def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> schemas.CompletionLogprobs | None:
         if self.generation.sampling.logprobs is None:
             return None
-        tokenizer = self.generation.tokenizer
         start = len(self._prompt_text(choice))  # echoed or not
         return schemas.CompletionLogprobs(
-            tokens=[tokenizer.token_text(token.token_id) for token in tokens],
+            tokens=[self._token_name(token.token_id) for token in tokens],
             token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[_top_logprobs(token, tokenizer) for token in tokens],
+            top_logprobs=[self._top_logprobs(token) for token in tokens],
             text_offset=[start + token.text_offset for token in tokens],
         )
 
-
-def _top_logprobs(token: Token, tokenizer: Tokenizer) -> dict[str, float]:
-    """The likeliest texts, and the chosen one; tokens of the same text (�) count as their likeliest."""
-    pairs = list(token.top)
-    if pairs and token.logprob is not None:
-        pairs.append((token.token_id, token.logprob))
-    top: dict[str, float] = {}
-    for token_id, logprob in pairs:
-        top.setdefault(tokenizer.token_text(token_id), logprob)
-    return top
+    def _top_logprobs(self, token: Token) -> dict[str, float]:
+        """The likeliest texts, and the chosen one; tokens of the same text (�) count as their likeliest."""
+        pairs = list(token.top)
+        if pairs and token.logprob is not None:
+            pairs.append((token.token_id, token.logprob))
+        top: dict[str, float] = {}
+        for token_id, logprob in pairs:
+            top.setdefault(self._token_name(token_id), logprob)
+        return top
 
 
 class ChatDialect(Dialect):
-    def __init__(self, generation: Generation) -> None:
-        super().__init__(generation)
-        self._begun: set[int] = set()
+    """``make_reply`` takes an answer's text apart; without it the text is the content."""
 
-    def opening(self) -> Iterator[msgspec.Struct]:
+    def __init__(self, generation: Generation, make_reply: Callable[[], Reply] | None = None) -> None:
+        super().__init__(generation)
+        self._make_reply = make_reply
+        self._replies: dict[int, Reply] = {}
+        self._waiting: dict[int, tuple[Token, ...]] = {}
+        """Tokens whose text is not certain to be content or a call; they go with the next piece."""
+
+    def opening(self) -> Iterator[Chunk]:
         return iter(())
 
-    def chunks(self, choice: Choice, delta: Delta) -> Iterator[msgspec.Struct]:
+    def chunks(self, choice: Choice, delta: Delta) -> Iterator[Chunk]:
         if choice.index not in self._begun:
             first = schemas.ChatChunkChoice(index=choice.index, delta=schemas.ChatDelta(role="assistant", content=""))
             yield self._chunk(first, UNSET if self._begun else self._prompt_token_ids(choice))
             self._begun.add(choice.index)
-        tokens = delta.tokens
-        if delta.text:
-            yield self._chunk(self._choice(choice, schemas.ChatDelta(content=delta.text), tokens))
+            if echoed := self._echoed(choice):
+                yield self._chunk(self._choice(choice, schemas.ChatDelta(content=echoed), ()))
+        tokens = self._waiting.pop(choice.index, ()) + delta.tokens
+        for piece in self._pieces(choice, delta):
+            yield self._chunk(self._choice(choice, _chat_delta(piece), tokens))
             tokens = ()
         if delta.finish_reason is not None:
             last = self._choice(choice, schemas.ChatDelta(), tokens)
-            last.finish_reason = delta.finish_reason
-            last.stop_reason = _present(delta.stop_reason)
+            last.finish_reason = self._finish_reason(choice, delta.finish_reason)
+            last.stop_reason = present(delta.stop_reason)
             yield self._chunk(last)
+        elif tokens:
+            self._waiting[choice.index] = tokens
 
-    def usage_chunk(self) -> msgspec.Struct:
-        return self._envelope([], self.generation.usage())
+    def _pieces(self, choice: Choice, delta: Delta) -> Sequence[Piece]:
+        if self._make_reply is None:
+            return [delta.text] if delta.text else []
+        reply = self._replies.get(choice.index) or self._replies.setdefault(choice.index, self._make_reply())
+        return reply.feed(delta.text, final=delta.finish_reason is not None)
+
+    def _finish_reason(self, choice: Choice, reason: str) -> str:
+        reply = self._replies.get(choice.index)
+        return reply.finish_reason(reason) if reply else reason
+
+    def usage_chunk(self) -> Chunk:
+        chunk = self._envelope([], self.generation.usage())
+        chunk.metrics = present(self.generation.metrics())
+        return chunk
 
     def answer(self) -> msgspec.Struct:
         generation = self.generation
-        choices = [
-            schemas.ChatChoice(
-                index=choice.index,
-                message=schemas.ChatMessage(content=choice.text),
-                logprobs=self._logprobs(choice.tokens),
-                finish_reason=choice.finish_reason,
-                stop_reason=_present(choice.stop_reason),
-                token_ids=self._token_ids(choice.tokens),
-            )
-            for choice in generation.choices
-        ]
+        choices = [self._whole_choice(choice) for choice in generation.answers()]
         return schemas.ChatCompletion(
             id=generation.id,
             created=generation.created,
             model=generation.model,
             choices=choices,
             usage=generation.usage(),
+            metrics=present(generation.metrics()),
             prompt_token_ids=self._prompt_token_ids(generation.choices[0]),
         )
+
+    def _whole_choice(self, choice: Choice) -> schemas.ChatChoice:
+        assert choice.finish_reason is not None
+        pieces = self._pieces(choice, Delta(choice.text, (), choice.finish_reason))
+        return schemas.ChatChoice(
+            index=choice.index,
+            message=_message(self._echoed(choice), pieces),
+            logprobs=self._logprobs(choice.tokens),
+            finish_reason=self._finish_reason(choice, choice.finish_reason),
+            stop_reason=present(choice.stop_reason),
+            token_ids=self._token_ids(choice.tokens),
+        )
+
+    def _echoed(self, choice: Choice) -> str:
+        return (choice.prompt.text or "") if self.generation.echo else ""
 
     def _choice(self, choice: Choice, delta: schemas.ChatDelta, tokens: Sequence[Token]) -> schemas.ChatChunkChoice:
         return schemas.ChatChunkChoice(
@@ -207,42 +281,66 @@ class ChatDialect(Dialect):
     def _logprobs(self, tokens: Sequence[Token]) -> schemas.ChatLogprobs | None:
         if self.generation.sampling.logprobs is None:
             return None
-        tokenizer = self.generation.tokenizer
-        return schemas.ChatLogprobs(
-            content=[
-                schemas.ChatTokenLogprob(
-                    **_token_logprob(tokenizer, token.token_id, token.logprob),
-                    top_logprobs=[schemas.TopLogprob(**_token_logprob(tokenizer, *pair)) for pair in token.top],
-                )
-                for token in tokens
-            ]
-        )
+        return schemas.ChatLogprobs(content=self._chat_logprobs(tokens))
 
 
-def _token_logprob(tokenizer: Tokenizer, token_id: int, logprob: float | None) -> dict[str, Any]:
-    raw = tokenizer.token_bytes(token_id)
-    return {"token": raw.decode("utf-8", "replace"), "logprob": logprob, "bytes": list(raw)}
+def _chat_delta(piece: Piece) -> schemas.ChatDelta:
+    match piece:
+        case str():
+            return schemas.ChatDelta(content=piece)
+        case Thought(text):
+            return schemas.ChatDelta(reasoning=text)
+        case CallDelta(index, call_id, None, arguments):
+            function = schemas.FunctionCallDelta(arguments=arguments)
+            return schemas.ChatDelta(tool_calls=[schemas.ToolCallDelta(index=index, function=function)])
+        case CallDelta(index, call_id, name, arguments):
+            function = schemas.FunctionCallDelta(name=name or "", arguments=arguments)
+            call = schemas.ToolCallDelta(index=index, id=call_id, type="function", function=function)
+            return schemas.ChatDelta(tool_calls=[call])
 
 
-def _present[T](value: T | None) -> T | UnsetType:
+def _message(content: str, pieces: Sequence[Piece]) -> schemas.ChatMessage:
+    """The whole of an answer; its content is null where it holds something else alone."""
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
+    content += "".join(piece for piece in pieces if isinstance(piece, str))
+    calls: dict[int, schemas.ToolCall] = {}
+    for piece in pieces:
+        if isinstance(piece, CallDelta):
+            function = schemas.FunctionCall(name=piece.name or "", arguments="")
+            call = calls.setdefault(piece.index, schemas.ToolCall(id=piece.id, function=function))
+            call.function.arguments += piece.arguments
+    return schemas.ChatMessage(
+        content=None if not content and (reasoning or calls) else content,
+        reasoning=reasoning or UNSET,
+        tool_calls=list(calls.values()) or UNSET,
+    )
+
+
+def present[T](value: T | None) -> T | UnsetType:
+    """A field that is left out where there is nothing to say."""
     return UNSET if value is None else value
 
 
-def encode_event(value: msgspec.Struct) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"
-
-
-async def stream_events(dialect: Dialect, client: EngineClient) -> AsyncGenerator[bytes, None]:
-    """The body of a streamed answer. After its first byte a fault can only be an event."""
+async def stream_events(dialect: Dialect, client: EngineClient, scope: Scope) -> AsyncGenerator[bytes, None]:
+    """The body of a streamed answer: all events that are there at a time, together. After the first byte a fault can
+    only be an event."""
     generation = dialect.generation
+    events = bytearray()
     try:
         for chunk in dialect.opening():
-            yield encode_event(chunk)
-        async with aclosing(generation.deltas(client)) as deltas:
-            async for choice, delta in deltas:
-                yield b"".join(map(encode_event, dialect.chunks(choice, delta)))
-        if generation.include_usage:
-            yield encode_event(dialect.usage_chunk())
+            events += dialect.encode(chunk)
+        async with aclosing(generation.deltas(client)) as batches:
+            async for deltas in batches:
+                for choice, delta in deltas:
+                    for chunk in dialect.chunks(choice, delta):
+                        events += dialect.encode(chunk)
+                if events:
+                    yield bytes(events)
+                    events.clear()
+        for chunk in dialect.closing():
+            events += dialect.encode(chunk)
     except Exception as error:
-        yield b"data: " + as_api_error(error).body() + b"\n\n"
-    yield DONE
+        fault = as_api_error(error)
+        note_fault(scope, fault.reason)
+        events += dialect.fault(fault)
+    yield bytes(events) + dialect.done

@@ -5,9 +5,11 @@ In answers a field that may be absent is ``UNSET``; one that must be there and m
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # ------------------------------------------------------------------ requests; null means the default
 
@@ -25,6 +27,13 @@ class GenerationRequest(Struct, kw_only=True):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    min_tokens: int | None = None
     n: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
@@ -34,8 +43,26 @@ class GenerationRequest(Struct, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    """Either way the same: tokenizers in the fast format write special tokens as they are."""
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    echo: bool | None = None
+    """The answer begins with the prompt; in chat, with the final message if it is the assistant's."""
     return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    deadline_ms: int | None = None
+    return_tokens_as_token_ids: bool | None = None
+    """Log-probabilities name tokens as ``token_id:ID``."""
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """One of json, json_object, regex, choice and grammar."""
+    guided_json: str | dict[str, Any] | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -43,7 +70,6 @@ class GenerationRequest(Struct, kw_only=True):
 class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
-    echo: bool | None = None
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
@@ -56,6 +82,24 @@ class ChatRequest(GenerationRequest, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    """false leaves the reasoning out of the answer."""
+    reasoning_effort: str | None = None
+    """A variable of the chat template, where that knows it."""
+
+
+class FunctionDefinition(Struct, kw_only=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON Schema of the arguments; null: there are none."""
+    strict: bool | None = None
+
+
+class Tool(Struct, kw_only=True):
+    type: Literal["function"]
+    function: FunctionDefinition
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -69,12 +113,18 @@ class TokenizeRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
     return_token_strs: bool | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     tokens: list[int]
+
+
+class AbortRequest(Struct, kw_only=True):
+    request_id: str
+    """The id of the response that is to end."""
 
 
 # ------------------------------------------------------------------ answers
@@ -89,6 +139,22 @@ class Usage(Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+
+
+class RequestMetrics(Struct, kw_only=True):
+    """Where the time of one call went, all its choices together."""
+
+    queue_time_ms: float
+    """From arrival to the first step."""
+    prefill_time_ms: float
+    """From there to the first token."""
+    time_to_first_token_ms: float
+    decode_time_ms: float
+    """From the first token to the last."""
+    mean_itl_ms: float
+    """Mean time between tokens of a choice."""
+    tokens_per_second: float
+    """Generated tokens, from arrival to the last of them."""
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -117,6 +183,7 @@ class Completion(Struct, kw_only=True):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
 
 
 class TopLogprob(Struct, kw_only=True):
@@ -134,10 +201,23 @@ class ChatLogprobs(Struct, kw_only=True):
     refusal: None = None
 
 
+class FunctionCall(Struct, kw_only=True):
+    name: str
+    arguments: str
+
+
+class ToolCall(Struct, kw_only=True):
+    id: str
+    type: str = "function"
+    function: FunctionCall
+
+
 class ChatMessage(Struct, kw_only=True):
     role: str = "assistant"
     content: str | None
     refusal: str | None = None
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct, kw_only=True):
@@ -156,12 +236,29 @@ class ChatCompletion(Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class FunctionCallDelta(Struct, kw_only=True):
+    name: str | UnsetType = UNSET
+    arguments: str
+
+
+class ToolCallDelta(Struct, kw_only=True):
+    """Of a call, the first has an id, a type and a name; all have the next piece of the arguments."""
+
+    index: int
+    id: str | UnsetType = UNSET
+    type: str | UnsetType = UNSET
+    function: FunctionCallDelta
 
 
 class ChatDelta(Struct, kw_only=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct, kw_only=True):
@@ -180,6 +277,7 @@ class ChatChunk(Struct, kw_only=True):
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType = UNSET
+    metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 

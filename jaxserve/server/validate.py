@@ -6,24 +6,40 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from jaxserve.chat_template import plain_messages
 from jaxserve.config import ServerConfig
 from jaxserve.engine import admission
 from jaxserve.engine.messages import ModelInfo
-from jaxserve.request import EngineRequest, RequestError, SamplingParams
-from jaxserve.server.parse import not_supported
-from jaxserve.server.schemas import ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from jaxserve.request import EngineRequest, RequestError, SamplingParams, StructuredSpec
+from jaxserve.server.schemas import ROLES, ChatRequest, CompletionRequest, GenerationRequest, TokenizeRequest
+from jaxserve.server.structured import structured_spec
+from jaxserve.server.tools import check_tools
 from jaxserve.tokenizer import Tokenizer
 
-DEFAULTED = ("temperature", "top_p", "top_k", "min_p")
+DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 """What generation_config.json may set for requests that do not."""
-COPIED = ("n", "seed", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens")
+COPIED = (
+    "n",
+    "seed",
+    "presence_penalty",
+    "frequency_penalty",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     token_ids: list[int]
     text: str | None = None
-    """As the client wrote it; None where it sent ids or messages."""
+    """As the client wrote it; None where it sent ids. Of a conversation: the assistant's final message, if any."""
 
 
 def completion_sampling(
@@ -41,9 +57,13 @@ def completion_sampling(
     return sampling
 
 
-def chat_sampling(request: ChatRequest, config: ServerConfig, defaults: Mapping[str, Any]) -> SamplingParams:
+def chat_sampling(
+    request: ChatRequest,
+    config: ServerConfig,
+    defaults: Mapping[str, Any],
+    forced_call: StructuredSpec | None = None,
+) -> SamplingParams:
     """The sampling parameters of a chat; raises ``RequestError``."""
-    _check_tools(request)
     name = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens = getattr(request, name)
     if max_tokens is not None and max_tokens < 1:
@@ -54,7 +74,7 @@ def chat_sampling(request: ChatRequest, config: ServerConfig, defaults: Mapping[
     if top is not None and not request.logprobs:
         raise RequestError("top_logprobs needs logprobs to be true.", param="top_logprobs")
     logprobs = (top or 0) if request.logprobs else None
-    return _sampling(request, config, defaults, max_tokens=max_tokens, logprobs=logprobs)
+    return _sampling(request, config, defaults, max_tokens=max_tokens, logprobs=logprobs, forced_call=forced_call)
 
 
 def _sampling(
@@ -64,7 +84,11 @@ def _sampling(
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    forced_call: StructuredSpec | None = None,
 ) -> SamplingParams:
+    structured = structured_spec(request)
+    if structured and forced_call:
+        raise RequestError(f"{structured.field} and a forced tool_choice exclude each other.", param=structured.field)
     _check_choices(request, config)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
@@ -72,40 +96,51 @@ def _sampling(
     for name in (*DEFAULTED, *COPIED):
         if (value := getattr(request, name)) is not None:
             values[name] = tuple(value) if isinstance(value, list) else value
+    if request.logit_bias:
+        values["logit_bias"] = _token_biases(request.logit_bias)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     try:
-        return SamplingParams(**values, max_tokens=max_tokens, logprobs=logprobs, stop=tuple(stop))
+        return SamplingParams(
+            **values, max_tokens=max_tokens, logprobs=logprobs, stop=tuple(stop), structured=structured or forced_call
+        )
     except ValueError as error:
         # These messages begin with the name of the field.
         raise RequestError(f"{error}.", param=str(error).split()[0]) from None
+
+
+def _token_biases(given: Mapping[str, float]) -> dict[int, float]:
+    for key in given:
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise RequestError(f"logit_bias must map token ids to numbers; {key[:50]!r} is no id.", param="logit_bias")
+    return {int(key): value for key, value in given.items()}
 
 
 def _check_choices(request: GenerationRequest, config: ServerConfig) -> None:
     n = 1 if request.n is None else request.n
     if not 1 <= n <= config.max_choices:
         raise RequestError(f"n must be between 1 and {config.max_choices}, got {n}.", param="n")
-    if request.best_of is not None and request.best_of < n:
-        raise RequestError(f"best_of must be at least n = {n}, got {request.best_of}.", param="best_of")
-    if request.best_of is not None and request.best_of > n:
-        raise RequestError("best_of above n is not supported yet.", param="best_of", code="unsupported_parameter")
+    best_of = n if request.best_of is None else request.best_of
+    if not n <= best_of <= config.max_choices:
+        raise RequestError(f"best_of must be between n = {n} and {config.max_choices}, got {best_of}.", param="best_of")
+    if best_of > n and request.stream:
+        raise RequestError("best_of above n cannot be streamed: all answers must be known first.", param="best_of")
 
 
-def _check_tools(request: ChatRequest) -> None:
-    """tool_choice none means that the model is not shown the tools, and that much can be done already."""
-    choice = request.tool_choice
-    if request.tools and choice != "none":
-        raise not_supported("tools")
-    if choice not in (None, "none", "auto"):
-        raise not_supported("tool_choice")
+def candidates(sampling: SamplingParams, best_of: int | None) -> SamplingParams:
+    """What the engine is asked for: with best_of more answers, and the log-probabilities to choose among them."""
+    if best_of is None or best_of == sampling.n:
+        return sampling
+    return msgspec.structs.replace(sampling, n=best_of, logprobs=sampling.logprobs or 0)
 
 
 def completion_prompts(request: CompletionRequest, config: ServerConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of a completion in any of the four forms; raises ``RequestError``."""
     given = _split(request.prompt)
     limit = 8 * config.max_choices
-    if len(given) * (request.n or 1) > limit:
+    if len(given) * (request.best_of or request.n or 1) > limit:
         raise RequestError(
-            f"A request may ask for at most {limit} answers (prompts times n), and this one has {len(given)} prompts.",
+            f"A request may ask for at most {limit} answers (prompts times n or best_of), and this one has"
+            f" {len(given)} prompts.",
             param="prompt",
         )
     special = request.add_special_tokens is not False
@@ -118,6 +153,21 @@ def completion_prompts(request: CompletionRequest, config: ServerConfig, tokeniz
         else:
             prompts.append(Prompt(item))
     return prompts
+
+
+def truncate(prompts: list[Prompt], length: int | None, sampling: SamplingParams, info: ModelInfo) -> list[Prompt]:
+    """The prompts, each cut down to its last tokens: ``length`` of them, or as many as fit for -1."""
+    if length is None:
+        return prompts
+    limit = min(info.max_model_len, info.max_kv_tokens)
+    if length == -1:
+        length = max(1, limit - max(1, sampling.max_tokens or 1))
+    if not 1 <= length <= limit:
+        raise RequestError(
+            f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {length}.",
+            param="truncate_prompt_tokens",
+        )
+    return [Prompt(prompt.token_ids[-length:]) if len(prompt.token_ids) > length else prompt for prompt in prompts]
 
 
 def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
@@ -135,18 +185,25 @@ def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int
     )
 
 
-def chat_prompt(request: ChatRequest, tokenizer: Tokenizer) -> Prompt:
-    """The prompt that the chat template makes of the messages; raises ``RequestError``."""
-    return Prompt(
-        encode_messages(
-            tokenizer,
-            request.messages,
-            add_generation_prompt=request.add_generation_prompt,
-            continue_final_message=request.continue_final_message,
-            add_special_tokens=request.add_special_tokens,
-            kwargs=request.chat_template_kwargs,
-        )
+def chat_prompt(request: ChatRequest, tokenizer: Tokenizer, tools: list[dict[str, Any]] | None) -> Prompt:
+    """The prompt that the chat template makes of the messages; its text is what an echo repeats of them.
+
+    Raises ``RequestError``.
+    """
+    kwargs = dict(request.chat_template_kwargs or {})
+    if request.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
+    token_ids = encode_messages(
+        tokenizer,
+        request.messages,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        tools=tools,
+        kwargs=kwargs,
     )
+    final = plain_messages(request.messages[-1:])[0] if request.echo else {"role": None}
+    return Prompt(token_ids, final["content"] if final["role"] == "assistant" else None)
 
 
 def encode_messages(
@@ -156,14 +213,15 @@ def encode_messages(
     add_generation_prompt: bool | None,
     continue_final_message: bool | None,
     add_special_tokens: bool | None,
+    tools: list[dict[str, Any]] | None,
     kwargs: dict[str, Any] | None,
 ) -> list[int]:
     """Checks what every conversation needs, whatever its template, and encodes it."""
     if not messages:
         raise RequestError("messages must hold at least one message.", param="messages")
     for index, message in enumerate(messages):
-        if not isinstance(message.get("role"), str):
-            raise RequestError(f"messages[{index}].role must be a string.", param="messages")
+        if message.get("role") not in ROLES:
+            raise RequestError(f"messages[{index}].role must be one of {', '.join(ROLES)}.", param="messages")
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other.",
@@ -179,6 +237,7 @@ def encode_messages(
         add_generation_prompt=not continue_final_message and add_generation_prompt is not False,
         continue_final_message=bool(continue_final_message),
         add_special_tokens=bool(add_special_tokens),
+        tools=tools or None,
         **(kwargs or {}),
     )
 
@@ -187,19 +246,33 @@ def admit(
     request_id: str,
     prompts: Sequence[Prompt],
     sampling: SamplingParams,
+    body: GenerationRequest,
     info: ModelInfo,
     draw_seed: Callable[[], int],
+    deadline: float | None,
     *,
     chat: bool,
 ) -> list[list[EngineRequest]]:
     """For each prompt the engine's requests, none when max_tokens is 0; raises ``RequestError``."""
+    if body.deadline_ms is not None and body.deadline_ms < 1:
+        raise RequestError(f"deadline_ms must be at least 1, got {body.deadline_ms}.", param="deadline_ms")
     try:
         if sampling.max_tokens == 0:
             for prompt in prompts:
                 admission.check(prompt.token_ids, sampling, info)
             return [[] for _ in prompts]
         return [
-            admission.make_requests(f"{request_id}-{number}", prompt.token_ids, sampling, info, draw_seed=draw_seed)
+            admission.make_requests(
+                f"{request_id}-{number}",
+                prompt.token_ids,
+                sampling,
+                info,
+                draw_seed=draw_seed,
+                group=request_id,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt,
+                deadline=deadline,
+            )
             for number, prompt in enumerate(prompts)
         ]
     except RequestError as error:
@@ -218,12 +291,14 @@ def tokens_of(request: TokenizeRequest, tokenizer: Tokenizer) -> list[int]:
     if request.prompt is not None:
         return tokenizer.encode(request.prompt, request.add_special_tokens is not False)
     assert request.messages is not None
+    check_tools(request.tools)
     return encode_messages(
         tokenizer,
         request.messages,
         add_generation_prompt=request.add_generation_prompt,
         continue_final_message=request.continue_final_message,
         add_special_tokens=request.add_special_tokens,
+        tools=request.tools,
         kwargs=request.chat_template_kwargs,
     )
 

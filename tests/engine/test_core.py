@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import time
 
 import jax
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 
 from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
+from jaxserve.engine.events import to_json
 from jaxserve.request import EngineRequest, RequestError, SamplingParams
 from tests.exposition import samples
 
@@ -214,6 +217,7 @@ def test_ld18_ignore_eos_ignores_every_eos_id(llm):
 
 def test_events_tell_what_each_step_did(llm):
     engine = llm("tiny-llama-3.1").engine
+    engine.reset_prefix_cache()
     engine.events.clear()
     [a] = add(engine, "event-a", 70)
     drain(engine)
@@ -222,4 +226,57 @@ def test_events_tell_what_each_step_did(llm):
     assert engine.events[0].admitted == (a,) and engine.events[-1].finished == (a,)
     assert [e.num_tokens for e in engine.events] == [64, 6] + [1] * 5
     assert all(e.padded_tokens >= e.num_tokens for e in engine.events)
+    assert [e.prefill_tokens for e in engine.events] == [(64,), (6,)] + [()] * 5
+    assert engine.events[0].bucket == "64 tokens" and engine.events[-1].bucket == "decode of 1"
+    assert engine.events[0].queried_tokens == 70 and not any(e.cached_tokens or e.compiled for e in engine.events)
+    assert all(e.schedule_seconds + e.submit_seconds + e.wait_seconds < e.collected for e in engine.events)
+    shown = json.loads(to_json(engine.events))
+    assert len(shown) == 7 and shown[0]["prefill_requests"] == [a] and shown[0]["prefill_tokens"] == [64]
     assert np.all(np.diff([e.collected for e in engine.events]) > 0)
+
+
+def test_a_deadline_ends_an_answer_with_what_it_has(llm):
+    engine = llm("tiny-llama-3.1").engine
+    now = time.monotonic()
+    [running] = make_requests("deadline-runs", [5] * 4, GREEDY, engine.info, deadline=now + 0.5)
+    [late] = make_requests("deadline-passed", [5] * 4, GREEDY, engine.info, deadline=now - 1)
+    [free] = make_requests("deadline-none", [5] * 4, GREEDY, engine.info)
+    for request in (running, late, free):
+        engine.add_request(request)
+    first = {output.request_id: output for _, output in engine.step()}
+    assert first[late.request_id].finish_reason == "length" and first[late.request_id].stop_reason == "deadline"
+    assert first[running.request_id].token_ids and not first[running.request_id].finish_reason
+    time.sleep(0.5)
+    outputs = drain(engine)
+    assert outputs[running.request_id][0].stop_reason == "deadline" and len(outputs[running.request_id]) == 1
+    assert outputs[free.request_id][-1].finish_reason == "length" and outputs[free.request_id][-1].stop_reason is None
+
+
+def test_all_answers_of_a_call_are_one_group_for_abort(llm):
+    engine = llm("tiny-llama-3.1").engine
+    ids = []
+    for prompt in range(3):
+        for request in make_requests(
+            f"call-{prompt}", [5 + prompt] * 4, SamplingParams(n=2), engine.info, group="call"
+        ):
+            engine.add_request(request)
+            ids.append(request.request_id)
+    [other] = add(engine, "other")
+    engine.step()
+    ended = engine.abort_group("call")
+    assert sorted(output.request_id for _, output in ended) == sorted(ids)
+    assert {output.finish_reason for _, output in ended} == {"abort"}
+    assert engine.abort_group("call") == engine.abort_group("unknown") == []
+    assert set(drain(engine)) == {other}
+
+
+def test_sc02_an_engine_that_stalls_says_so_and_why(llm, monkeypatch, caplog):
+    """It must not happen; if it does, the log says what the head of the queue lacks."""
+    engine = llm("tiny-llama-3.1").engine
+    [stuck] = add(engine, "stuck", 40)
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: None)
+    assert engine.step() == [] and engine.step() == [] and engine.stalled
+    [record] = caplog.records
+    assert stuck in record.message and "needs 3 of 128 blocks" in record.message
+    monkeypatch.undo()
+    assert drain(engine)[stuck] and not engine.stalled

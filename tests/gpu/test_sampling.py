@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import pallas_kernels
+from pallas_kernels.adjust import Penalties
 from pallas_kernels.sampling import SamplingRows
+from tests.kernels.test_sampling import critical_value, make_logits, make_rows, sorted_keep
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +22,7 @@ def test_both_choose_the_same_tokens(vocab: int):
     rows = 512
     logits = (rng.standard_normal((rows, vocab)) * 3).astype(np.float32)
     logits[::2] = np.asarray(jnp.asarray(logits[::2], jnp.bfloat16).astype(jnp.float32))
-    logits[1::4] /= 3  # flat: with top-p, narrowing takes several passes
+    logits[1::4] /= 3  # flat: top-p keeps tens of thousands
     logits[3::16, -64:] = -1e9
     logits[:8] = 2.0  # equal ones overflow the lists
     settings = SamplingRows(
@@ -33,5 +35,43 @@ def test_both_choose_the_same_tokens(vocab: int):
     )
     positions = rng.integers(0, 9000, rows).astype(np.int32)
     sample = jax.jit(pallas_kernels.sample, static_argnames="backend")
-    got, expected = (np.asarray(sample(logits, settings, positions, backend=b)) for b in ("triton", "reference"))
-    assert (got != expected).sum() <= 2
+    got, expected = (sample(logits, settings, positions, backend=b) for b in ("triton", "reference"))
+    assert (got[0] != expected[0]).sum() <= 2
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.7}],
+    ids=str,
+)
+def test_frequencies_are_the_softmax_of_what_is_kept(options: dict[str, float]):
+    """Of logits with ties, as bfloat16 has them; what is kept is found in float64."""
+    count, vocab = 100_000, 16
+    logits = np.array(jnp.asarray(make_logits("float32", 1, vocab) / 3, jnp.bfloat16).astype(jnp.float32))
+    logits[0, 3:6] = logits[0, 9]
+    scaled = logits[0] / options.get("temperature", 1.0)
+    kept, _ = sorted_keep(scaled, int(options.get("top_k", 0)), options.get("top_p", 1.0), options.get("min_p", 0.0))
+    weights = np.where(kept, np.exp(scaled.astype(np.float64)), 0.0)
+    rows = make_rows(count, seeds=7, **options)
+    positions = np.arange(count, dtype=np.int32)
+    tokens, _ = pallas_kernels.sample(np.repeat(logits, count, 0), rows, positions, backend="triton")
+    observed = np.bincount(tokens, minlength=vocab)
+    np.testing.assert_array_equal(observed > 0, kept)
+    expected = count * weights[kept] / weights.sum()
+    assert np.sum((observed[kept] - expected) ** 2 / expected) < critical_value(kept.sum() - 1)
+
+
+def test_penalties_and_masks():
+    rng = np.random.default_rng(0)
+    rows, vocab = 9, 128256
+    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 4
+    logits[4, 7] = np.nan
+    seen = rng.choice([0, 0, 1, 2, 300, -(2**15), 3 - 2**15], (rows, vocab)).astype(np.int16)
+    allowed = rng.integers(-(2**31), 2**31, (rows, vocab // 32)).astype(np.int32)
+    penalties = Penalties(*rng.choice([0.0, 0.5, 1.0], (3, rows)).astype(np.float32) + np.float32([[0], [0], [0.5]]))
+    slots = rng.permutation(rows).astype(np.int32)
+    adjust = jax.jit(pallas_kernels.adjust_logits, static_argnames="backend")
+    got, expected = (adjust(logits, seen, slots, penalties, allowed, backend=b) for b in ("triton", "reference"))
+    np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)

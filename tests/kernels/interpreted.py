@@ -13,9 +13,13 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    DecodePlan,
+    adjust,
     reference,
     sampling,
+    triton_adjust,
     triton_decode,
+    triton_decode_plan,
     triton_linear,
     triton_norm,
     triton_prefill,
@@ -23,7 +27,7 @@ from pallas_kernels import (
     triton_sampling,
     triton_swiglu,
 )
-from pallas_kernels.shapes import DECODE, PREFILL
+from pallas_kernels.shapes import DECODE, PREFILL, AttentionShape
 from tests.kernels.interpreter import Argument
 from tests.kernels.test_attention import Inputs, make_inputs
 
@@ -32,34 +36,51 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run me through test_triton.py
 POISON = float("nan")
 
 
-def decode(inputs: Inputs, split_size: int | None = None, scales: tuple[np.ndarray, np.ndarray] | None = None):
-    q, table_width = inputs.q, inputs.block_tables.shape[1]
-    shape = inputs.shape
-    plan = triton_decode.plan_decode(
-        q.shape, inputs.k_cache.shape, table_width, scale=shape.head_dim**-0.5, window=shape.window,
-        split_size=split_size, scaled=scales is not None, wide=True,
-    )  # fmt: skip
-    rows = (q.shape[0], plan.grid[1], plan.splits, q.shape[1] // plan.grid[1])
-    partial = Argument(np.full((*rows, q.shape[2]), POISON, np.float32))
-    lse = Argument(np.full(rows, POISON, np.float32))
-    lens = Argument(np.array(shape.seq_lens, np.int32))
-    k_scale, v_scale = scales or (np.ones(1, np.float32),) * 2
-    operands = [q, inputs.k_cache, inputs.v_cache, inputs.block_tables]
-    triton_decode.decode_kernel[plan.grid](
-        *map(Argument, operands), lens, Argument(k_scale), Argument(v_scale), partial, lse, **plan.decode
+def plan_of(seq_lens, *, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None = None, **options):
+    """What the plan kernel writes: items and counters."""
+    num_seqs = len(seq_lens)
+    programs = options.get("programs", triton_decode.choose_tuning(num_seqs, split_size).programs)
+    launch = triton_decode_plan.launch_plan(
+        num_seqs, kv_heads=kv_heads, programs=programs, max_seq_len=max_seq_len, window=window, split_size=split_size
     )
-    if plan.splits == 1:
-        return partial.array.reshape(q.shape)
-    out = Argument(np.full(q.shape, POISON, np.float32))
-    triton_decode.combine_kernel[plan.combine_grid](partial, lse, lens, out, **plan.combine)
+    items = Argument(np.full(launch.items_shape, -7, np.int32))
+    counters = Argument(np.full(launch.num_counters, -7, np.int32))
+    lens = Argument(np.array(seq_lens, np.int32))
+    triton_decode_plan.plan_kernel[(1,)](lens, items, counters, **launch.parameters)
+    return items, counters
+
+
+def decode(inputs: Inputs, split_size: int | None = None, scales=None, layers: int = 1, **plan) -> np.ndarray:
+    """What the last of several layers gives, all with the same operands."""
+    q, shape, table_width = inputs.q, inputs.shape, inputs.block_tables.shape[1]
+    num_seqs, kv_heads = len(shape.seq_lens), shape.num_kv_heads
+    items, counters = plan_of(
+        shape.seq_lens, kv_heads=kv_heads, max_seq_len=table_width * shape.block_size, window=shape.window,
+        split_size=split_size, **plan,
+    )  # fmt: skip
+    launch = triton_decode.launch_decode(
+        q.shape, inputs.k_cache.shape, table_width, len(items.array) - 1,
+        triton_decode.choose_tuning(num_seqs, split_size), scale=shape.head_dim**-0.5, window=shape.window,
+        scaled=scales is not None, wide=True,
+    )  # fmt: skip
+    operands = (q, inputs.k_cache, inputs.v_cache, inputs.block_tables)
+    factors = scales or (np.ones(1, np.float32),) * 2
+    for _ in range(layers):
+        shapes = (q.shape, launch.partial_shape, (*launch.partial_shape[:3], triton_decode.COPIES.value))
+        out, *scratch = (Argument(np.full(size, POISON, np.float32)) for size in shapes)
+        triton_decode.decode_kernel[launch.grid](
+            *map(Argument, operands), items, *map(Argument, factors), counters, out, *scratch, **launch.parameters
+        )
+        assert not counters.array.any()
     return out.array
 
 
-def expected_decode(inputs: Inputs, **options) -> np.ndarray:
+def expected_decode(inputs: Inputs, **scales) -> np.ndarray:
     shape = inputs.shape
     operands = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables, np.array(shape.seq_lens, np.int32))
-    run = jax.jit(reference.decode_attention, static_argnames=("scale", "window"))
-    return np.asarray(run(*operands, scale=shape.head_dim**-0.5, window=shape.window, **options))
+    plan = DecodePlan((), shape.window, None)
+    run = jax.jit(reference.decode_attention, static_argnames="scale")
+    return np.asarray(run(*operands, plan, scale=shape.head_dim**-0.5, **scales)[0])
 
 
 CASES = [*((name, None) for name in DECODE), *((name, 64) for name in ("gqa", "window-over-chunks", "padding"))]
@@ -69,6 +90,82 @@ CASES = [*((name, None) for name in DECODE), *((name, 64) for name in ("gqa", "w
 def test_decode(name: str, split_size: int | None):
     inputs = make_inputs(DECODE[name])
     np.testing.assert_allclose(decode(inputs, split_size), expected_decode(inputs), atol=1e-5)
+
+
+def test_decode_combines_more_partial_results_than_fit_at_once():
+    """About twenty items of 64 keys, beside a short sequence and none; the second layer meets the counters that the
+    first left."""
+    inputs = make_inputs(AttentionShape((1250, 3, 0), (1, 1, 1), head_dim=64))
+    np.testing.assert_allclose(decode(inputs, layers=2, programs=1000), expected_decode(inputs), atol=1e-5)
+
+
+PLANS = [
+    dict(seq_lens=[540], kv_heads=8, programs=132),
+    dict(seq_lens=[540] * 8, kv_heads=8, programs=132),
+    dict(seq_lens=[0, 1, 63, 64, 65, 0], kv_heads=2, programs=132),
+    dict(seq_lens=[100] * 30 + [7000], kv_heads=8, programs=132),
+    dict(seq_lens=[*range(1, 300, 7)], kv_heads=1, programs=1),
+    dict(seq_lens=[2000, 90, 300], kv_heads=4, programs=528, window=100),
+    dict(seq_lens=[2000, 90, 300], kv_heads=4, programs=528, window=1),
+    dict(seq_lens=[2000, 128, 129, 0], kv_heads=4, split_size=128),
+    dict(seq_lens=[2000, 90, 300, 129], kv_heads=4, split_size=128, window=150),
+]
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_covers_every_key_once(case: dict):
+    check_plan(**case)
+
+
+def test_random_plans_cover_every_key_once():
+    rng = np.random.default_rng(0)
+    for _ in range(40):
+        longest = int(rng.choice([1, 70, 500, 3000]))
+        check_plan(
+            rng.integers(0, longest + 1, rng.integers(1, 40)).tolist(), kv_heads=int(rng.choice([1, 2, 8])),
+            programs=int(rng.choice([1, 132, 528])), window=rng.choice([None, 1, 50, 1000]),
+            split_size=rng.choice([None, None, 64, 256]),
+        )  # fmt: skip
+
+
+def check_plan(seq_lens: list[int], *, kv_heads: int, window: int | None = None, split_size: int | None = None, **plan):
+    items, counters = plan_of(
+        seq_lens, kv_heads=kv_heads, max_seq_len=3 * 2048 + 1000, window=window, split_size=split_size, **plan
+    )
+    assert not counters.array.any()
+    number = items.array[0, 0]
+    assert len(seq_lens) <= number < len(items.array)
+    mine = items.array[1 : 1 + number]
+    assert sorted(mine[:, 3]) == list(range(number))  # each has a place of its own among the partial results
+    sizes = mine[:, 2] - mine[:, 1]
+    ends = sizes[number - len(seq_lens) :]
+    assert (np.diff(ends) <= 0).all(), "the ends of sequences, longest first"
+    for seq, length in enumerate(seq_lens):
+        own = mine[mine[:, 0] == seq]
+        own = own[np.argsort(own[:, 3])]
+        first, count = own[0, 3], len(own)
+        np.testing.assert_array_equal(own[:, 3], np.arange(first, first + count))
+        assert (own[:, 4:7] == [first, count, length]).all()
+        assert (own[1:, 1] == own[:-1, 2]).all() and own[-1, 2] == length
+        unseen = 0 if window is None else max(0, length - window)
+        grain = split_size or triton_decode_plan.GRAIN
+        assert own[0, 1] == unseen // grain * grain
+        if split_size:
+            assert (own[:-1, 2] - own[:-1, 1] == split_size).all() and own[-1, 2] - own[-1, 1] <= split_size
+
+
+def test_a_plan_cuts_few_sequences_and_of_many_the_longest():
+    """What the shapes that matter most come to, with 8 KV heads: programs for a GPU of 132 SMs."""
+
+    def sizes(seq_lens: list[int], programs: int) -> list[int]:
+        items, _ = plan_of(seq_lens, kv_heads=8, max_seq_len=131072, window=None, programs=programs)
+        mine = items.array[1 : 1 + items.array[0, 0]]
+        return (mine[:, 2] - mine[:, 1]).tolist()
+
+    assert sizes([540], 132) == [64] * 8 + [28]
+    assert sizes([540] * 8, 132) == [272] * 8 + [268] * 8
+    assert sizes([540] * 32, 132) == [540] * 32
+    assert max(sizes([100] * 63 + [16000], 528)) < 1000
 
 
 def test_decode_with_scales():
@@ -186,8 +283,32 @@ def test_prefill(name: str, scaled: bool):
     np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window, **options), atol=1e-5)
 
 
-def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan) -> tuple[np.ndarray, list]:
-    """The tokens, and what each kernel wrote. ``plan``: sizes, so small that a short row is work for all."""
+@pytest.mark.parametrize("vocab", [70, 5000])
+def test_adjust_logits(vocab: int):
+    rng = np.random.default_rng(0)
+    rows, slots = 5, np.array([3, 0, 2, 1, 3], np.int32)
+    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 4
+    logits[4, 7] = -np.inf
+    seen = rng.choice([0, 0, 1, 2, 300, -(2**15), 3 - 2**15], (4, vocab)).astype(np.int16)
+    allowed = rng.integers(-(2**31), 2**31, (rows, -(-vocab // 32))).astype(np.int32)
+    allowed[0] = -1
+    columns = [[0.5, 0.0, 0.0, -2.0, 0.0], [0.25, 0.0, 0.0, 0.0, 1.0], [1.5, 1.0, 0.8, 1.0, 1.0]]
+    penalties = adjust.Penalties(*np.array(columns, np.float32))
+    expected = jax.jit(adjust.adjust_logits)(logits, seen, slots, penalties, allowed)
+    chunks = -(-vocab // triton_adjust.CHUNK)
+    out, sums = (Argument(np.full(shape, POISON, np.float32)) for shape in (logits.shape, (rows, 2, chunks)))
+    operands = map(Argument, (logits, seen, slots, *penalties, allowed))
+    triton_adjust.adjust_kernel[rows, chunks](
+        *operands, out, sums, VOCAB=vocab, WORDS=allowed.shape[1], CHUNK=triton_adjust.CHUNK, CHUNKS=chunks
+    )
+    np.testing.assert_allclose(out.array, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(triton_adjust.normalizers_of(sums.array), expected[1], rtol=1e-6)
+    assert np.isnan(expected[1]).tolist() == [False] * 4 + [True]
+
+
+def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan):
+    """The tokens, the normalizers, and what each kernel wrote. ``plan``: sizes, so small that a short row is work for
+    all."""
     written = []
 
     def call(kernel, grid, operands, out, **parameters):
@@ -197,9 +318,12 @@ def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarra
         written.append([result.array for result in results])
         return results
 
-    chunks = {name: plan.pop(name) for name in ("chunk", "tile")}
-    shapes = dataclasses.replace(triton_sampling.plan_sampling(*logits.shape, **chunks), **plan)
-    return triton_sampling.run_kernels(call, shapes, logits, rows, positions).array, written
+    shapes = dataclasses.replace(triton_sampling.plan_sampling(*logits.shape), **plan)
+    tokens, normalizers = triton_sampling.run_kernels(call, shapes, logits, rows, positions)
+    return tokens.array, normalizers.array, written
+
+
+reference_sample = jax.jit(sampling.sample)
 
 
 def random_rows(rng: np.random.Generator, count: int, **given) -> sampling.SamplingRows:
@@ -241,24 +365,27 @@ def row_of(kind: str, rng: np.random.Generator, vocab: int) -> np.ndarray:
 KINDS = ("normal", "broad", "ties", "flat", "two values", "peaked", "wide", "masked", "infinite")
 
 
-@pytest.mark.parametrize(("chunk", "segment"), [(1024, 8), (256, 100)])
-def test_sampling_chooses_the_references_tokens(chunk: int, segment: int):
-    """Every combination of cuts on every kind of row, in one chunk and in several; where lists are short, many rows go
-    the slow way."""
+@pytest.mark.parametrize(("chunk", "segment", "stride"), [(1024, 16, 1), (256, 200, 4)])
+def test_sampling_chooses_the_references_tokens(chunk: int, segment: int, stride: int):
+    """Every combination of cuts on every kind of row, in one chunk and in several; where lists are short, or the sample
+    is small, many rows go the slow way."""
     rng = np.random.default_rng(0)
-    count, vocab = 4 * len(KINDS), 601
+    count, vocab = 3 * len(KINDS), 601
     logits = np.stack([row_of(KINDS[row % len(KINDS)], rng, vocab) for row in range(count)])
     rows, positions = random_rows(rng, count), rng.integers(0, 9000, count).astype(np.int32)
-    got, _ = sample(logits, rows, positions, chunk=chunk, tile=256, segment=segment, capacity=3 * segment)
-    expected = np.asarray(jax.jit(sampling.sample)(logits, rows, positions))
+    sizes = dict(chunk=chunk, segment=segment, stride=stride, listed=30, capacity=3 * segment, tile=256)
+    got, normalizers, _ = sample(logits, rows, positions, **sizes)
+    expected, expected_normalizers = map(np.asarray, reference_sample(logits, rows, positions))
     wrong = np.flatnonzero(got != expected)
     assert not len(wrong), [(KINDS[w % len(KINDS)], [column[w] for column in rows], got[w], expected[w]) for w in wrong]
+    np.testing.assert_allclose(normalizers, expected_normalizers, rtol=1e-6)
+    assert np.isnan(normalizers).sum() == 3  # the rows that are partly infinite
 
 
 def test_sampling_where_each_kept_token_is_likely():
     """One token too many or too few shows: three values on few tokens, so hot that all weigh about the same."""
     rng = np.random.default_rng(3)
-    count, vocab = 60, 12
+    count, vocab = 30, 12
     logits = rng.integers(0, 3, (count, vocab)).astype(np.float32)
     rows = random_rows(rng, count, temperature=100.0)._replace(
         top_p=rng.choice([0.31, 0.57, 1.0, 1.0], count).astype(np.float32),
@@ -266,32 +393,44 @@ def test_sampling_where_each_kept_token_is_likely():
         min_p=rng.choice([0.0, 0.0, 0.985, 0.995], count).astype(np.float32),
     )
     positions = np.arange(count, dtype=np.int32)
-    got, _ = sample(logits, rows, positions, chunk=256, tile=256, segment=4)
-    np.testing.assert_array_equal(got, jax.jit(sampling.sample)(logits, rows, positions))
+    got, *_ = sample(logits, rows, positions, chunk=256, tile=256, segment=4)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
 
 
-@pytest.mark.parametrize(("given", "segment"), [(dict(top_k=50), 20), (dict(top_p=0.9), 100)])
-def test_sampling_narrows_until_few_tokens_are_in_question(given: dict, segment: int):
+def exact_cut(row: np.ndarray, given: dict[str, float]) -> float:
+    """The logit of the last token kept, in float64; the temperature is 1."""
+    ordered = np.sort(row.astype(np.float64))[::-1]
+    if "top_k" in given:
+        return float(ordered[int(given["top_k"]) - 1])
+    weights = np.exp(ordered - ordered[0])
+    return float(ordered[np.searchsorted(np.cumsum(weights), given["top_p"] * weights.sum())])
+
+
+@pytest.mark.parametrize("given", [dict(top_k=50), dict(top_k=3000), dict(top_p=0.3), dict(top_p=0.95)])
+@pytest.mark.parametrize("kind", ["normal", "broad", "ties", "peaked"])
+def test_the_sample_tells_where_the_cut_is(kind: str, given: dict[str, float]):
+    """Between the bounds, and few tokens with it: no row goes the slow way."""
     rng = np.random.default_rng(1)
-    rows = random_rows(rng, 2, **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, **given})
-    logits = np.stack([row_of("normal", rng, 3000) for _ in range(2)])
-    positions = np.zeros(2, np.int32)
-    got, (_, first, second, third, drawn, _) = sample(logits, rows, positions, chunk=1024, tile=512, segment=segment)
-    np.testing.assert_array_equal(got, jax.jit(sampling.sample)(logits, rows, positions))
-    assert (first[0] != second[0]).any() and (second[0] == third[0]).all()  # the second pass suffices, the third rests
-    counts, listed = drawn[2:]
-    assert (counts.sum(1) > 0).all() and (counts.sum(1) <= segment).all()
-    assert (np.sort(listed[0, 0, : counts[0, 0]]) == listed[0, 0, : counts[0, 0]]).all()
+    count = 2
+    rows = random_rows(rng, count, **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, **given})
+    logits = np.stack([row_of(kind, rng, 20000) for _ in range(count)])
+    positions = np.zeros(count, np.int32)
+    got, _, (_, [bounds], drawn, _) = sample(logits, rows, positions, segment=4096, listed=700, stride=5)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
+    for row, (low, high) in zip(logits, bounds, strict=True):
+        assert low <= exact_cut(row, given) < high
+    assert ((drawn[3].sum(1) > 0) & (drawn[3].sum(1) < 4000)).all()
 
 
 def test_a_rows_sums_are_the_same_bits_in_any_batch():
     rng = np.random.default_rng(2)
     rows, positions = random_rows(rng, 3, temperature=1.0, top_p=0.9, top_k=0), np.arange(3, dtype=np.int32)
     logits = np.stack([row_of("normal", rng, 700) for _ in range(3)])
-    plan = dict(chunk=256, tile=256, segment=20)
-    together, written = sample(logits, rows, positions, **plan)
+    plan = dict(chunk=256, tile=256, listed=0)
+    together, _, written = sample(logits, rows, positions, **plan)
     last = sampling.SamplingRows(*(column[2:] for column in rows))
-    alone, written_alone = sample(logits[2:], last, positions[2:], **plan)
+    alone, _, written_alone = sample(logits[2:], last, positions[2:], **plan)
     assert together[2] == alone[0]
-    for a, b in zip(written[3], written_alone[3], strict=True):  # of the last narrowing pass
-        np.testing.assert_array_equal(a[2], b[0])
+    for kernel in (0, 1, 2):
+        for a, b in zip(written[kernel][:3], written_alone[kernel][:3], strict=True):
+            np.testing.assert_array_equal(a[2], b[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,19 @@ import pallas_kernels
 from pallas_kernels import reference
 from pallas_kernels.shapes import DECODE, PREFILL, AttentionShape
 
-decode = jax.jit(pallas_kernels.decode_attention, static_argnames=("scale", "window", "backend"))
+
+@partial(jax.jit, static_argnames=("scale", "window", "backend"))
+def decode(q, k_cache, v_cache, block_tables, seq_lens, *, scale, window, backend, **scales):
+    """What a second layer gets: the first must leave the plan as it was."""
+    _, block_size, kv_heads, _ = k_cache.shape
+    sizes = {"kv_heads": kv_heads, "max_seq_len": block_tables.shape[1] * block_size}
+    plan = pallas_kernels.plan_decode(seq_lens, **sizes, window=window, backend=backend)
+    operands = (q, k_cache, v_cache, block_tables, seq_lens)
+    _, plan = pallas_kernels.decode_attention(*operands, plan, scale=scale, backend=backend, **scales)
+    out, _ = pallas_kernels.decode_attention(*operands, plan, scale=scale, backend=backend, **scales)
+    return out
+
+
 prefill = jax.jit(pallas_kernels.prefill_attention, static_argnames=("scale", "window", "backend"))
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -92,7 +105,7 @@ CASES = [
     )
     for operation, shapes in (("decode_attention", DECODE), ("prefill_attention", PREFILL))
     for name, shape in shapes.items()
-    for backend in pallas_kernels.backends(operation)
+    for backend in ("reference", "triton")
 ]
 
 
@@ -184,5 +197,5 @@ def test_write_kv_writes_those_slots_alone():
 def test_an_unknown_implementation_is_an_error():
     """An explicit name never falls back."""
     inputs = make_inputs(DECODE["one"])
-    with pytest.raises(ValueError, match="decode_attention has no 'tpu' implementation, only reference"):
+    with pytest.raises(ValueError, match="plan_decode has no 'tpu' implementation, only reference"):
         inputs.run("tpu")

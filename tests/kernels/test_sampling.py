@@ -14,7 +14,10 @@ from pallas_kernels.sampling import SamplingRows
 
 VOCAB = 1000
 
-sample = jax.jit(sampling.sample)
+
+@jax.jit
+def sample(logits, rows, positions):
+    return sampling.sample(logits, rows, positions)[0]
 
 
 @jax.jit
@@ -84,6 +87,40 @@ def test_keeps_what_sorting_keeps(kind):
         assert not wrong.any(), f"top_k={k} top_p={p} min_p={m}: tokens {wrong.nonzero()[0][:5]}"
         differing += np.sum(got[row] != expected)
     assert differing <= len(options), "many tokens are close to a threshold only if the sums are inexact"
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "flat"])
+@pytest.mark.parametrize("length", [40, VOCAB])
+def test_the_likeliest_tokens_are_enough_where_it_is_said(kind, length, monkeypatch):
+    """Then what may be chosen of them is all that may be."""
+    monkeypatch.setattr(sampling, "LISTED", length)
+    options = np.array(list(product((0, 1, 39, 40, 41, 300), (1.0, 0.0, 0.3, 0.9), (0, 0.01, 0.3))))
+    top_k, top_p, min_p = options.T
+    logits = make_logits(kind, len(options))
+    rows = make_rows(len(options), top_k=top_k, top_p=top_p, min_p=min_p)
+    ids, kept, complete = map(np.asarray, sampling.listed(logits, logits - logits.max(-1, keepdims=True), rows))
+    enough = 0
+    for row, (k, p, m) in enumerate(options):
+        expected, close = sorted_keep(logits[row], int(k), float(np.float32(p)), float(np.float32(m)))
+        got = np.isin(np.arange(VOCAB), ids[row][kept[row]])
+        if complete[row]:
+            np.testing.assert_array_equal(got[~close], expected[~close])
+        else:
+            assert expected.sum() >= length or length < k < VOCAB
+        enough += complete[row]
+    assert enough == len(options) if length == VOCAB else 0 < enough < len(options)
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_the_same_choice_from_the_likeliest_as_from_all(length, monkeypatch):
+    logits = make_logits("bfloat16", 60)
+    at = np.arange(60)
+    rows = make_rows(60, temperature=0.3 + at / 40, top_p=1 - at % 3 / 4, top_k=10 + at % 4, min_p=at % 2 / 50)
+    positions = np.int32(at)
+    monkeypatch.setattr(sampling, "LISTED", 1)
+    expected, _ = sampling.sample(logits, rows, positions)
+    monkeypatch.setattr(sampling, "LISTED", length)
+    np.testing.assert_array_equal(sampling.sample(logits, rows, positions)[0], expected)
 
 
 def test_top_p_over_a_real_vocabulary():
@@ -188,11 +225,7 @@ def test_a_tiny_temperature_is_greedy(temperature):
 @pytest.mark.parametrize("word", [0, 0xFFFFFFFF])
 def test_the_only_token_kept_is_chosen_whatever_the_noise(word, monkeypatch):
     """The greatest words round to 1 in float32: 128 of 2^32, so a server meets them."""
-    monkeypatch.setattr(
-        sampling,
-        "vocabulary_bits",
-        lambda seeds, choices, positions, vocab: jnp.full((len(seeds), vocab), np.uint32(word)),
-    )
+    monkeypatch.setattr(sampling, "token_bits", lambda *of: jnp.full(of[-1].shape, np.uint32(word)))
     logits = make_logits("float32", 8)
-    tokens = sampling.sample(logits, make_rows(8, top_k=1), np.arange(8, dtype=np.int32))
+    tokens, _ = sampling.sample(logits, make_rows(8, top_k=1), np.arange(8, dtype=np.int32))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))

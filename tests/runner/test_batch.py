@@ -19,13 +19,13 @@ LAST_TOKENS = [900, 901, 902, 903, 904, 905, 0]
 unpack_jit = jax.jit(unpack, static_argnames=("bucket", "block_size"))
 
 
-def request(slot, token_ids, seq_len, *, new_blocks=(), sampling=None) -> ScheduledRequest:
+def request(slot, token_ids, seq_len, *, new_blocks=(), sampling=None, samples=True) -> ScheduledRequest:
     return ScheduledRequest(
         request_id=f"in slot {slot}",
         slot=slot,
         token_ids=list(token_ids),
         seq_len=seq_len,
-        samples=True,
+        samples=samples,
         new_blocks=list(new_blocks),
         wants_logprobs=False,
         sampling=sampling,
@@ -60,7 +60,8 @@ def check(decode, prefill, bucket: Bucket) -> None:
         _check_token(inputs, index, item.slot, token, item.seq_len - 1)
         assert at.decode_seq_lens[index] == item.seq_len
         assert at.decode_block_tables[index].tolist() == table(item.slot)
-        assert inputs.wanted[index] == index and inputs.rows[:, index].tolist() == [item.slot, item.seq_len]
+        assert inputs.wanted[index] == index
+        assert inputs.rows[:, index].tolist() == [item.slot, item.seq_len, item.samples]
     start = len(decode)
     for row, item in enumerate(prefill):
         first = item.seq_len - len(item.token_ids)
@@ -72,7 +73,7 @@ def check(decode, prefill, bucket: Bucket) -> None:
         assert at.prefill_seq_lens[row] == item.seq_len
         assert at.prefill_block_tables[row].tolist() == table(item.slot)
         assert inputs.wanted[place] == start - 1, "the last token of the chunk"
-        assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len]
+        assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len, item.samples]
     assert (at.query_start_loc[len(prefill) :] == start).all()
 
     assert (at.slot_mapping[start:] < BLOCK).all(), "padding writes into block 0"
@@ -81,7 +82,7 @@ def check(decode, prefill, bucket: Bucket) -> None:
     assert not at.prefill_seq_lens[len(prefill) :].any() and not at.prefill_block_tables[len(prefill) :].any()
     count = len(decode) + len(prefill)
     assert not at.decode_block_tables[count:].any()
-    assert (inputs.rows[0, count:] == SLOTS).all() and not inputs.rows[1, count:].any()
+    assert (inputs.rows[0, count:] == SLOTS).all() and not inputs.rows[1:, count:].any()
     assert inputs.wanted.shape == (bucket.rows,)
     assert (inputs.wanted >= 0).all() and (inputs.wanted < bucket.tokens).all()
 
@@ -94,7 +95,7 @@ def _check_token(inputs: StepInputs, index: int, slot: int, token: int, position
 
 DECODE = [request(3, [50], 1), request(0, [51], 8), request(5, [52], 9), request(1, [DEVICE_TOKEN], 40)]
 WHOLE = request(2, range(60, 73), 13)
-CHUNK = request(4, range(80, 87), 23)  # tokens 16 to 22
+CHUNK = request(4, range(80, 87), 23, samples=False)  # tokens 16 to 22
 SINGLE = request(1, [90], 1)
 
 

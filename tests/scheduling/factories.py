@@ -3,34 +3,51 @@
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 from jaxserve.request import EngineRequest, Request, SamplingParams
+from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import SchedulerOutput
-from jaxserve.scheduling.scheduler import Scheduler, SchedulerLimits
+from jaxserve.scheduling.scheduler import Scheduler, SchedulingPolicy
 
 _order = count()
 EOS = 2
 
 
 def make_request(
-    prompt_len: int, max_tokens: int = 8, *, request_id: str | None = None, sampling: SamplingParams | None = None
+    prompt: int | list[int],
+    max_tokens: int = 8,
+    *,
+    request_id: str | None = None,
+    sampling: SamplingParams | None = None,
+    **fields: Any,
 ) -> Request:
+    """A request of these prompt tokens, or of so many that nobody else has."""
     order = next(_order)
     item = EngineRequest(
         request_id=request_id or f"r{order}",
-        prompt_token_ids=[7] * prompt_len,
+        prompt_token_ids=[1000 + order] * prompt if isinstance(prompt, int) else prompt,
         sampling=sampling or SamplingParams(temperature=0.0),
         max_tokens=max_tokens,
         seed=0,
+        **fields,
     )
     return Request.create(item, client=b"", eos_ids=frozenset({EOS}), order=order)
 
 
 def make_scheduler(
-    *, num_blocks: int = 33, block_size: int = 4, max_num_seqs: int = 4, budget: int = 16, prefill_rows: int = 4
+    *,
+    num_blocks: int = 33,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    budget: int = 16,
+    prefill_rows: int = 4,
+    policy: SchedulingPolicy = "fcfs",
+    **kv: Any,
 ) -> Scheduler:
-    return Scheduler(SchedulerLimits(max_num_seqs, budget, prefill_rows), KVManager(num_blocks, block_size))
+    limits = SchedulerLimits(max_num_seqs, budget, prefill_rows)
+    return Scheduler(limits, KVManager(num_blocks, block_size, **kv), policy)
 
 
 def collect(scheduler: Scheduler, step: SchedulerOutput, token: int = 9) -> list[str]:
@@ -51,3 +68,11 @@ def run_step(scheduler: Scheduler, token: int = 9) -> SchedulerOutput:
     scheduler.check_integrity()
     collect(scheduler, step, token)
     return step
+
+
+def run_all(scheduler: Scheduler, token: int = 9) -> list[SchedulerOutput]:
+    """Steps until nothing is left."""
+    steps = []
+    while len(scheduler):
+        steps.append(run_step(scheduler, token))
+    return steps

@@ -8,7 +8,7 @@ import pytest
 
 from jaxserve.request import FinishReason, SamplingParams, Status
 from jaxserve.scheduling.schedule import DEVICE_TOKEN
-from tests.scheduling.factories import EOS, collect, make_request, make_scheduler, run_step
+from tests.scheduling.factories import EOS, collect, make_request, make_scheduler, run_all, run_step
 
 
 def sizes(step) -> dict[str, int]:
@@ -65,7 +65,7 @@ def test_when_blocks_run_out_the_latest_arrival_is_preempted_and_comes_back_firs
     assert [r.request_id for r in scheduler.waiting] == ["b", "c"], "before those that never ran"
     while scheduler.get("a"):
         run_step(scheduler)
-    assert sizes(run_step(scheduler)) == {"b": 9, "c": 2}, "all of b's tokens are computed again, the generated one too"
+    assert sizes(run_step(scheduler)) == {"b": 5, "c": 2}, "b's tokens are computed again, save the block still cached"
     assert b.num_preemptions == 1
 
 
@@ -188,3 +188,102 @@ def test_random_operations_lose_nothing(depth: int, seed: int):
         ended_by_eos = request.finish_reason is FinishReason.STOP
         assert ended_by_eos or request.num_output_tokens == request.max_tokens
     assert scheduler.kv.pool.num_free == scheduler.kv.pool.num_usable
+
+
+# ------------------------------------------------------------------ priorities and fairness
+
+
+def order_of_admission(scheduler) -> list[str]:
+    return [request_id for step in run_all(scheduler) for request_id in step.admitted]
+
+
+def test_lower_priority_values_go_first_and_waiting_makes_up_for_priority():
+    requests = {"batch": (0.0, 2), "normal": (5.0, 0), "urgent": (6.0, -1), "later": (30.0, 0)}
+    for policy, expected in (
+        ("priority", ["urgent", "normal", "batch", "later"]),  # 20 s after it came, batch goes before who comes then
+        ("fcfs", ["batch", "normal", "urgent", "later"]),
+    ):
+        scheduler = make_scheduler(max_num_seqs=1, policy=policy)
+        for name, (arrival, priority) in requests.items():
+            scheduler.add(make_request(2, max_tokens=1, request_id=name, arrival_time=arrival, priority=priority))
+        assert order_of_admission(scheduler) == expected
+
+
+def test_the_least_urgent_is_preempted_and_among_equals_the_latest():
+    scheduler = make_scheduler(num_blocks=1 + 7, policy="priority")
+    for name, priority in (("low", 3), ("a", 0), ("c", 0)):
+        scheduler.add(make_request(7, max_tokens=14, request_id=name, priority=priority))
+        run_step(scheduler)
+    preempted = []
+    while len(preempted) < 2:
+        preempted += run_step(scheduler).preempted
+    assert preempted == ["low", "c"]
+
+
+def test_sc12_preempted_requests_come_back_before_new_ones_and_are_preempted_few_times():
+    """Steady arrivals, a pool too small: who has run goes before who has not, and everybody comes to an end."""
+    rng = random.Random(1)
+    scheduler = make_scheduler(num_blocks=1 + 16, max_num_seqs=8, budget=32, prefill_rows=8)
+    requests, finished, preemptions = [], [], 0
+    for turn in range(4000):
+        if turn % 6 == 0 and len(requests) < 300:
+            requests.append(make_request(rng.randint(1, 16), max_tokens=rng.randint(1, 40)))
+            scheduler.add(requests[-1])
+        step = scheduler.schedule()
+        if step is None:
+            continue
+        for request_id in step.admitted:
+            admitted = scheduler.get(request_id)
+            better = [r.request_id for r in scheduler.waiting if r.num_preemptions and r.rank < admitted.rank]
+            assert not better, "a request that had run was left behind"
+        preemptions += len(step.preempted)
+        finished += collect(scheduler, step)
+    assert len(finished) == 300 and preemptions > 60
+    assert max(r.num_preemptions for r in requests) <= 4
+    assert all(r.num_output_tokens == r.max_tokens for r in requests)
+
+
+def test_sc14_a_short_prompt_behind_long_ones_gets_its_token_within_two_steps():
+    scheduler = make_scheduler(num_blocks=1 + 60_000, block_size=16, max_num_seqs=8, budget=2048)
+    for index in range(3):
+        scheduler.add(make_request(60_000, request_id=f"long{index}"))
+    run_step(scheduler)
+    short = make_request(20, request_id="short")
+    scheduler.add(short)
+    for _ in range(2):
+        step = run_step(scheduler)
+        assert step.num_tokens == 2048, "nothing of the budget is lost for it"
+        assert sizes(step)["long0"] >= 1024
+    assert short.num_output_tokens >= 1
+    assert scheduler.get("long1").status is Status.WAITING, "its blocks would only lie idle"
+
+
+def test_sc14_a_stream_of_short_prompts_leaves_a_long_one_its_half():
+    scheduler = make_scheduler(num_blocks=1 + 400, block_size=16, max_num_seqs=64, budget=64, prefill_rows=64)
+    long = make_request(640, request_id="long")
+    scheduler.add(long)
+    steps = 0
+    while not long.num_output_tokens:
+        for _ in range(4):
+            scheduler.add(make_request(15, max_tokens=1))
+        run_step(scheduler)
+        steps += 1
+    assert steps <= 640 / 32
+
+
+def test_sc02_something_always_moves_while_requests_wait():
+    """Mixed lengths, aborts and preemption; whatever happens, a step can be scheduled while nothing is in flight."""
+    rng = random.Random(2)
+    scheduler = make_scheduler(num_blocks=1 + 12, budget=16)
+    live = []
+    for _ in range(3000):
+        if rng.random() < 0.3:
+            tokens = [rng.choice((5, 6)) for _ in range(rng.randint(1, 30))]  # many shared prefixes
+            live.append(make_request(tokens, max_tokens=rng.randint(1, 48 - len(tokens))))
+            scheduler.add(live[-1])
+        if live and rng.random() < 0.1:
+            scheduler.finish(live.pop(rng.randrange(len(live))), FinishReason.ABORT)
+        step = scheduler.schedule()
+        assert (step is not None) == bool(len(scheduler)), "requests wait and nothing moves"
+        if step:
+            collect(scheduler, step)

@@ -20,7 +20,7 @@ import uvicorn
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.messages import ModelInfo
-from jaxserve.server.app import create_app
+from jaxserve.server.app import create_app, with_middleware
 from jaxserve.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.fake_engine import FakeEngine, Script
@@ -67,13 +67,18 @@ def encode_answer(tokenizer: Tokenizer, text: str) -> list[int]:
 
 @contextmanager
 def serve(
-    tokenizer: Tokenizer, eos_id: int, *, defaults: dict[str, Any] | None = None, **settings: Any
+    tokenizer: Tokenizer,
+    eos_id: int,
+    *,
+    defaults: dict[str, Any] | None = None,
+    context: int = CONTEXT,
+    **settings: Any,
 ) -> Iterator[Served]:
     """A server on a free port, until the end of the block."""
     info = ModelInfo(
         vocab_size=tokenizer.vocab_size,
-        max_model_len=CONTEXT,
-        max_kv_tokens=4 * CONTEXT,
+        max_model_len=context,
+        max_kv_tokens=4 * context,
         max_logprobs=20,
         version="0",
     )
@@ -83,7 +88,7 @@ def serve(
         client = EngineClient(engine.address)
         app = create_app(config, client, tokenizer, defaults or {})
         with (
-            running(app) as url,
+            running(with_middleware(app, config), root_path=config.root_path) as url,
             httpx.Client(base_url=url, timeout=20) as http,
             openai.OpenAI(
                 base_url=f"{url}/v1", api_key="none", max_retries=0, _strict_response_validation=True
@@ -94,9 +99,9 @@ def serve(
 
 
 @contextmanager
-def running(app: Any) -> Iterator[str]:
+def running(app: Any, **options: Any) -> Iterator[str]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **options))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
     thread.start()
     try:
@@ -147,6 +152,7 @@ def served(_served_3: Served) -> Served:
     """Byte-level tokenizer, Llama 3 template."""
     _served_3.engine.received.clear()
     _served_3.engine.step = 0.0
+    _served_3.engine.logprob = lambda request: -0.5
     return _served_3
 
 

@@ -68,6 +68,10 @@ class Server:
         return found
 
     @property
+    def apis(self) -> list[psutil.Process]:
+        return [p for p in self.processes() if "jaxserve.server.process" in p.cmdline()]
+
+    @property
     def engine(self) -> psutil.Process:
         return self.process("jaxserve.engine.process")
 

@@ -398,6 +398,32 @@ def http_request(route: str, fields: dict[str, Any]) -> bytes:
     return head.encode() + body
 
 
+# ------------------------------------------------------------------ prefix cache
+
+
+def test_sc05_usage_tells_what_was_cached_until_the_cache_is_reset(tiny: Server, client: openai.OpenAI) -> None:
+    """Prompts around the block size, each twice, in both modes; a salt of one's own finds nothing."""
+
+    def complete(prompt: list[int], **fields: Any) -> tuple[int, str]:
+        answer = client.completions.create(
+            model=MODEL, prompt=prompt, max_tokens=6, temperature=0, extra_body={"ignore_eos": True, **fields}
+        )
+        assert answer.usage and answer.usage.prompt_tokens_details
+        return answer.usage.prompt_tokens_details.cached_tokens or 0, answer.choices[0].text
+
+    before = tiny.metrics()
+    for length in (15, 16, 17, 32, 33):
+        prompt = [100 + length] * length
+        cold, warm, salted = complete(prompt), complete(prompt), complete(prompt, cache_salt="mine")
+        assert [cold[0], warm[0], salted[0]] == [0, (length - 1) // 16 * 16, 0]
+        assert cold[1] == warm[1] == salted[1]
+    counts = gained(tiny, before)
+    assert counts["vllm:prefix_cache_hits_total"] == counts["vllm:prompt_tokens_cached_total"] == 64
+    assert counts["vllm:prefix_cache_queries_total"] == 3 * (15 + 16 + 17 + 32 + 33)
+    assert tiny.http.post("/reset_prefix_cache").status_code == 200
+    assert complete([133] * 33)[0] == 0 and complete([133] * 33)[0] == 32
+
+
 # ------------------------------------------------------------------ metrics and processes
 
 

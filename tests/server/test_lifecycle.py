@@ -49,8 +49,9 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Stream(threading.Thread):
     """A streamed completion, read by a thread; made, it has begun."""
 
-    def __init__(self, server: Server, max_tokens: int) -> None:
+    def __init__(self, server: Server, max_tokens: int, client: httpx.Client | None = None) -> None:
         super().__init__()
+        self._stream = httpx.stream if client is None else client.stream
         self._url = f"{server.url}/v1/completions"
         self._body = body(max_tokens) | {"stream": True}
         self._begun = threading.Event()
@@ -61,7 +62,7 @@ class Stream(threading.Thread):
 
     def run(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=SILENCE_LIMIT + 60) as response:
+            with self._stream("POST", self._url, json=self._body, timeout=SILENCE_LIMIT + 60) as response:
                 for line in response.iter_lines():
                     if line:
                         self.events.append(line.removeprefix("data: "))
@@ -194,7 +195,14 @@ def test_a_port_in_use_is_one_line_and_exit_code_1(endless: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "value"),
-    [("--port", "99999"), ("--port", "x"), ("--dtype", "int3"), ("--block-size", "7"), ("--no-such-flag", "1")],
+    [
+        ("--port", "99999"),
+        ("--port", "x"),
+        ("--dtype", "int3"),
+        ("--block-size", "7"),
+        ("--api-server-count", "0"),
+        ("--no-such-flag", "1"),
+    ],
 )
 def test_a_bad_flag_is_named_and_exit_code_2(tmp_path: Path, flag: str, value: str) -> None:
     code, stderr = run_to_the_end([sys.executable, "-m", "jaxserve", "--model", str(tmp_path), flag, value])

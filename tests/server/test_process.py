@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -19,9 +20,11 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+import trustme
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.messages import Abort, Add, ModelInfo
+from jaxserve.server import launch
 from tests.fake_engine import FakeEngine
 from tests.server.conftest import MODEL, wait_until
 
@@ -54,16 +57,19 @@ class Process:
 
 
 @contextlib.contextmanager
-def started(directory: Path, *, ready: bool = True, **settings: Any) -> Iterator[Process]:
+def started(
+    directory: Path, *, ready: bool = True, verify: ssl.SSLContext | bool = True, **settings: Any
+) -> Iterator[Process]:
     """The process with its three pipes, ended with the block at the latest."""
     info = ModelInfo(vocab_size=520, max_model_len=256, max_kv_tokens=256, max_logprobs=20, version="0")
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(FakeEngine(lambda _: itertools.repeat(5), info, step=0.01))
         if not ready:
             engine.loaded.clear()
-        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         (engine_fd, engine_end), (parent_fd, parent_end) = os.pipe(), os.pipe()
-        config = ServerConfig(engine=EngineConfig(model=str(directory)), served_model_name=(MODEL,), **settings)
+        engine_config = EngineConfig(model=str(directory))
+        config = ServerConfig(engine=engine_config, served_model_name=(MODEL,), port=0, **settings)
+        listener = stack.enter_context(launch.listen(config))
         startup = {
             "config": msgspec.to_builtins(config),
             "listen_fd": listener.fileno(),
@@ -86,8 +92,12 @@ def started(directory: Path, *, ready: bool = True, **settings: Any) -> Iterator
         assert popen.stdin is not None
         popen.stdin.write(json.dumps(startup).encode())
         popen.stdin.close()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        http = stack.enter_context(httpx.Client(base_url=url, timeout=20))
+        url = "http://uds" if config.uds else f"http://127.0.0.1:{listener.getsockname()[1]}"
+        transport = httpx.HTTPTransport(uds=config.uds, verify=verify)
+        scheme = "https" if config.ssl_certfile else "http"
+        http = stack.enter_context(
+            httpx.Client(base_url=url.replace("http", scheme, 1), timeout=20, transport=transport)
+        )
         process = Process(popen, engine, http, engine_end, parent_end)
         try:
             if ready:
@@ -225,3 +235,54 @@ def test_the_access_log_is_quiet_for_machines(directory: Path) -> None:
         log = process.popen.stderr.read().decode()
     assert "/health" not in log and "/metrics" not in log
     assert log.count("/version") == log.count("POST '/v1/chat/completions' 200") == 1
+
+
+def test_the_access_log_says_what_went_wrong_but_no_secret(directory: Path) -> None:
+    with started(directory, api_key=("sk-secret",)) as process:
+        process.http.post("/v1/completions?api_key=sk-secret", json={"prompt": "private"})
+        headers = {"Authorization": "Bearer sk-secret"}
+        process.http.post("/v1/completions", json={"prompt": "private", "top_p": 2}, headers=headers)
+        with process.http.stream(
+            "POST", "/v1/chat/completions", json=BODY | {"stream": True}, headers=headers
+        ) as stream:
+            next(stream.iter_bytes())
+        process.engine.wait_for(Abort)
+        process.popen.terminate()
+        process.popen.wait(5)
+        assert process.popen.stderr is not None
+        log = process.popen.stderr.read().decode()
+    assert "401" in log and "(invalid_api_key)" in log
+    assert "400" in log and "(invalid_request top_p)" in log
+    assert "(the client left)" in log
+    assert "secret" not in log and "private" not in log
+
+
+def test_a_unix_socket(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    with started(directory, uds=str(path)) as process:
+        assert process.http.post("/v1/chat/completions", json=BODY | {"max_tokens": 1}).status_code == 200
+        with pytest.raises(OSError, match=f"cannot listen on {path}: Address already in use"):
+            launch.listen(ServerConfig(engine=EngineConfig(model="x"), uds=str(path)))
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(OSError, match="cannot listen on"):
+        launch.listen(ServerConfig(engine=EngineConfig(model="x"), uds=str(tmp_path / "file")))
+    assert (tmp_path / "file").read_text() == "precious"
+
+
+def test_tls(directory: Path, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    certificate = authority.issue_cert("127.0.0.1")
+    key, chain = tmp_path / "key.pem", tmp_path / "chain.pem"
+    certificate.private_key_pem.write_to_path(key)
+    for part in certificate.cert_chain_pems:
+        part.write_to_path(chain, append=True)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    with started(directory, verify=trusting, ssl_keyfile=str(key), ssl_certfile=str(chain)) as process:
+        assert str(process.http.base_url).startswith("https://") and process.status() == 200
+    launch.check_tls(ServerConfig(engine=EngineConfig(model="x"), ssl_keyfile=str(key), ssl_certfile=str(chain)))
+    for files in ({"ssl_certfile": str(key)}, {"ssl_certfile": "/nowhere"}):
+        with pytest.raises(ValueError, match="--ssl-certfile"):
+            launch.check_tls(ServerConfig(engine=EngineConfig(model="x"), **files))

@@ -1,0 +1,61 @@
+"""A step in the making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxserve.request import Request
+from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, Swap
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_prefill_rows: int
+    """Requests that compute more than one token in the same step."""
+
+
+class Draft:
+    """How many tokens each request computes, and what the step still has room for."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.counts: dict[Request, int] = {}
+        self.budget = limits.max_num_batched_tokens
+        self.prefill_rows = limits.max_prefill_rows
+        self.cached_blocks = MAX_CACHED_BLOCKS
+        self.incomplete: list[Request] = []
+        """Those whose prompts will not be complete after this step."""
+        self.admitted: list[Request] = []
+        self.swap_in: list[Swap] = []
+        self.queried_tokens = 0
+        self.cached_tokens = 0
+
+    def size(self, request: Request, wanted: int) -> int:
+        """Tokens that a request that wants ``wanted`` can have; 0 if none."""
+        count = min(wanted, self.budget)
+        return 0 if not self.prefill_rows and is_prefill(request, count) else count
+
+    def put(self, request: Request, count: int) -> None:
+        self.counts[request] = count
+        self.budget -= count
+        self.prefill_rows -= is_prefill(request, count)
+
+    def drop(self, request: Request) -> int:
+        """Take a request out; returns the tokens it had."""
+        count = self.counts.pop(request, 0)
+        if count:
+            self.budget += count
+            self.prefill_rows += is_prefill(request, count)
+        return count
+
+
+def is_prefill(request: Request, count: int) -> bool:
+    """Whether a request needs a prefill row: for several tokens, or to take its slot."""
+    return count > 1 or request.num_device_blocks == 0
+
+
+def wanted_tokens(request: Request) -> int:
+    """Tokens the request could compute now; none if the last token it may have is already in flight."""
+    known = len(request.token_ids) + request.num_in_flight
+    return 0 if known >= request.length_limit else known - request.num_computed_tokens

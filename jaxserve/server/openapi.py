@@ -1,0 +1,306 @@
+"""The OpenAPI document, made from the types that requests are read with, and a page of it that needs no network."""
+
+from __future__ import annotations
+
+import functools
+import html
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from jaxserve import __version__
+from jaxserve.engine.messages import ModelInfo
+from jaxserve.request import INT64, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from jaxserve.server import schemas
+from jaxserve.server.responses import schemas as responses
+from jaxserve.server.responses.conversion import INCLUDABLE, NEUTRAL
+from jaxserve.server.structured import GUIDED
+from jaxserve.server.tools import NAME
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path."""
+
+    method: str
+    path: str
+    summary: str
+    request: type[msgspec.Struct] | None = None
+    response: type[msgspec.Struct] | None = None
+    event: type[msgspec.Struct] | None = None
+    """What the events of a streamed answer hold."""
+    media_type: str = "application/json"
+
+
+OPERATIONS = (
+    Operation(
+        "post", "/v1/chat/completions", "Answer a conversation",
+        schemas.ChatRequest, schemas.ChatCompletion, schemas.ChatChunk,
+    ),
+    Operation(
+        "post", "/v1/completions", "Continue a text",
+        schemas.CompletionRequest, schemas.Completion, schemas.Completion,
+    ),
+    Operation(
+        "post", "/v1/responses", "Answer a conversation, in the newer dialect; nothing is stored",
+        responses.ResponsesRequest, responses.ResponseObject,
+    ),
+    Operation("get", "/v1/models", "The models that are served", response=schemas.ModelList),
+    Operation("get", "/v1/models/{model_id}", "One of them", response=schemas.ModelCard),
+    Operation("post", "/v1/abort", "End a running call by the id of its response", schemas.AbortRequest),
+    Operation(
+        "post", "/tokenize", "Token ids of a text or a conversation",
+        schemas.TokenizeRequest, schemas.TokenizeResponse,
+    ),
+    Operation("post", "/detokenize", "The text of token ids", schemas.DetokenizeRequest, schemas.DetokenizeResponse),
+    Operation("get", "/health", "200 while a completion would work, else 503"),
+    Operation("get", "/ready", "The same"),
+    Operation("get", "/ping", "The same"),
+    Operation("get", "/version", "The version of the server"),
+    Operation("get", "/load", "How many requests run or wait"),
+    Operation("get", "/metrics", "Prometheus metrics", media_type="text/plain"),
+    Operation("get", "/server_info", "Configuration and limits"),
+    Operation("get", "/openapi.json", "This document"),
+    Operation("get", "/docs", "This document as a page", media_type="text/html"),
+)  # fmt: skip
+
+
+def _ref(name: str) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def _object(**properties: dict[str, Any]) -> dict[str, Any]:
+    """An object that needs all of these."""
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+_STRING = {"type": "string"}
+_NAME = {"type": "string", "pattern": f"^{NAME.pattern}$"}
+_PARTS = {"type": "array", "items": _ref("TextPart")}
+_CALLS = {"type": "array", "items": _ref("ToolCall")}
+_BY_HAND: dict[str, Any] = {
+    "TextPart": _object(type={"const": "text"}, text=_STRING),
+    "Message": {
+        "type": "object",
+        "description": "One turn. tool_calls are the assistant's; a tool's answer names its call by tool_call_id.",
+        "properties": {
+            "role": {"enum": list(schemas.ROLES)},
+            "content": {"anyOf": [{"type": "string"}, {"type": "null"}, _PARTS]},
+            "reasoning": {"type": ["string", "null"]},
+            "tool_calls": {"anyOf": [{"type": "null"}, _CALLS]},
+            "tool_call_id": {"type": ["string", "null"]},
+        },
+        "required": ["role"],
+    },
+    "InputItem": {
+        "anyOf": [
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "message"},
+                    "role": {"enum": list(schemas.ROLES)},
+                    "content": {"anyOf": [{"type": "string"}, {"type": "array", "items": _ref("InputText")}]},
+                },
+                "required": ["role", "content"],
+            },
+            _object(type={"const": "function_call"}, call_id=_STRING, name=_STRING, arguments=_STRING),
+            _object(type={"const": "function_call_output"}, call_id=_STRING, output=_STRING),
+            _object(type={"const": "reasoning"}, content={"type": "array", "items": _ref("ReasoningText")}),
+        ],
+    },
+    "InputText": _object(type={"enum": ["input_text", "output_text", "text"]}, text=_STRING),
+    "ReasoningText": _object(type={"const": "reasoning_text"}, text=_STRING),
+    "FunctionTool": {
+        "type": "object",
+        "properties": {
+            "type": {"const": "function"},
+            "name": _NAME,
+            "description": {"type": ["string", "null"]},
+            "parameters": {"type": ["object", "null"]},
+        },
+        "required": ["type", "name"],
+    },
+}
+"""Types that requests hold as plain objects, since templates are given all of what a client sends."""
+_STOPS = {"maxLength": MAX_STOP_LENGTH, "minLength": 1}
+_LIMITS: dict[str, dict[str, Any]] = {
+    "messages": {"items": _ref("Message"), "minItems": 1},
+    "tools": {"items": _ref("Tool")},
+    "temperature": {"minimum": 0, "maximum": 1e4},
+    "top_p": {"minimum": 0, "maximum": 1},
+    "min_p": {"minimum": 0, "maximum": 1},
+    "top_k": {"minimum": -1, "exclusiveMaximum": 2**31},
+    "n": {"minimum": 1, "maximum": 128},
+    "best_of": {"minimum": 1, "maximum": 128},
+    "seed": {"minimum": INT64.start, "exclusiveMaximum": INT64.stop},
+    "max_tokens": {"minimum": 0},
+    "max_completion_tokens": {"minimum": 1},
+    "stop": {**_STOPS, "maxItems": MAX_STOP_STRINGS, "items": {"type": "string", **_STOPS}},
+    "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
+    "truncate_prompt_tokens": {"minimum": -1},
+    "response_format": {"enum": [None, {"type": "text"}]},
+    **{name: {"const": None} for name in ("structured_outputs", *GUIDED)},
+}
+"""What the types do not say: keywords that hold for a property of this name in every request."""
+
+
+def _replaced(info: ModelInfo | None) -> dict[tuple[str, str], Any]:
+    """Properties that the types say too little of, by the names of type and property."""
+    ids = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+    if info is not None:
+        ids["items"] = _ids(info)
+    text = {"type": "string", "minLength": 1}
+    several = [{"type": "array", "items": items, "minItems": 1} for items in (text, ids)]
+    items = {"type": "array", "items": _ref("InputItem"), "minItems": 1}
+    replaced: dict[tuple[str, str], Any] = {
+        ("CompletionRequest", "prompt"): {"anyOf": [text, ids, *several]},
+        ("ResponsesRequest", "input"): {"anyOf": [{"type": "string"}, items]},
+        ("ResponsesRequest", "tools"): {"anyOf": [{"type": "null"}, {"type": "array", "items": _ref("FunctionTool")}]},
+        ("ResponsesRequest", "include"): {
+            "anyOf": [{"type": "null"}, {"type": "array", "items": {"enum": [INCLUDABLE]}}]
+        },
+        ("FunctionDefinition", "name"): _NAME,
+    }
+    for name, neutral in NEUTRAL.items():
+        replaced["ResponsesRequest", name] = {"enum": [None, *neutral]}
+    return replaced
+
+
+def _ids(info: ModelInfo) -> dict[str, Any]:
+    return {"type": "integer", "minimum": 0, "exclusiveMaximum": info.vocab_size}
+
+
+def _limits_of(info: ModelInfo, names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """The same for what depends on the model."""
+    ids = _ids(info)
+    logprobs = {"minimum": 0, "maximum": info.max_logprobs}
+    length = min(info.max_model_len, info.max_kv_tokens)
+    return {
+        "model": {"enum": [None, *names]} if names else {},
+        "stop_token_ids": {"items": ids},
+        "tokens": {"items": ids},
+        "logprobs": logprobs,
+        "top_logprobs": logprobs,
+        "max_tokens": {"maximum": length - 1},
+        "max_completion_tokens": {"maximum": length - 1},
+        "max_output_tokens": {"minimum": 1, "maximum": length - 1},
+        "truncate_prompt_tokens": {"maximum": length},
+    }
+
+
+@functools.lru_cache(maxsize=4)
+def document(info: ModelInfo | None = None, names: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The whole document; once the engine is ready, with its limits. ``names``: of the model, empty if any will do."""
+    limits = _limits_of(info, names) if info else {}
+    limits = {name: _LIMITS.get(name, {}) | limits.get(name, {}) for name in _LIMITS.keys() | limits.keys()}
+    types = {
+        kind
+        for operation in OPERATIONS
+        for kind in (operation.request, operation.response, operation.event, schemas.ErrorResponse, schemas.Tool)
+        if kind is not None
+    }
+    _, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    for kind in {operation.request for operation in OPERATIONS if operation.request}:
+        for name, schema in components[kind.__name__]["properties"].items():
+            schema.update(_keywords(limits.get(name, {}), schema))
+    for (kind_name, name), schema in _replaced(info).items():
+        components[kind_name]["properties"][name] = schema
+    paths: dict[str, Any] = {}
+    for operation in OPERATIONS:
+        paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "jaxserve", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components | _BY_HAND,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _keywords(limits: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    """What to add to a property; keywords for items go to where its type is an array."""
+    for option in schema.get("anyOf", [schema]):
+        if option.get("type") == "array" and "items" in limits:
+            option["items"] = limits["items"]
+    return {keyword: value for keyword, value in limits.items() if keyword != "items"}
+
+
+def _operation(operation: Operation) -> dict[str, Any]:
+    content: dict[str, Any] = {operation.media_type: {"schema": _ref_to(operation.response)}}
+    if operation.event is not None:
+        content["text/event-stream"] = {"schema": _ref_to(operation.event)}
+    described: dict[str, Any] = {
+        "summary": operation.summary,
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            "default": {
+                "description": "What went wrong, and in which field.",
+                "content": {"application/json": {"schema": _ref_to(schemas.ErrorResponse)}},
+            },
+        },
+    }
+    if operation.request is not None:
+        body = {"application/json": {"schema": _ref_to(operation.request)}}
+        described["requestBody"] = {"required": True, "content": body}
+    if "{model_id}" in operation.path:
+        described["parameters"] = [{"name": "model_id", "in": "path", "required": True, "schema": {"type": "string"}}]
+    return described
+
+
+def _ref_to(kind: type[msgspec.Struct] | None) -> dict[str, Any]:
+    return {} if kind is None else _ref(kind.__name__)
+
+
+def page(document: dict[str, Any]) -> str:
+    """The document as HTML: routes, and under each the fields that it takes."""
+    components = document["components"]["schemas"]
+    parts = []
+    for operation in OPERATIONS:
+        parts.append(f"<h2><code>{operation.method.upper()} {operation.path}</code></h2><p>{operation.summary}.</p>")
+        if operation.request is not None:
+            parts.append(_table(components[operation.request.__name__]))
+    for name in ("Message", "TextPart", "Tool", "FunctionDefinition", "StreamOptions", "InputText", "FunctionTool"):
+        parts.append(f'<h2 id="{name}">{name}</h2>{_table(components[name])}')
+    return (
+        f'<!doctype html><meta charset="utf-8"><title>jaxserve {__version__}</title><style>{_STYLE}</style>'
+        f'<h1>jaxserve {__version__}</h1><p>Made from <a href="openapi.json">openapi.json</a>.</p>{"".join(parts)}'
+    )
+
+
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}h2{margin-top:2em;font-size:1.1em}"
+    "table{border-collapse:collapse}td{border-top:1px solid #ccc;padding:.2em 1em .2em 0;vertical-align:top}"
+)
+
+
+def _table(schema: dict[str, Any]) -> str:
+    required = schema.get("required", ())
+    rows = []
+    for name, field in schema["properties"].items():
+        needed = "required" if name in required else ""
+        rows.append(f"<tr><td><code>{name}</code><td>{_type(field)}<td>{needed}")
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _type(field: dict[str, Any]) -> str:
+    """A schema in a few words."""
+    if "anyOf" in field:
+        words = " or ".join(_type(option) for option in field["anyOf"] if option != {"type": "null"})
+    elif "$ref" in field:
+        name = field["$ref"].rpartition("/")[2]
+        words = f'<a href="#{name}">{name}</a>'
+    elif "enum" in field or "const" in field:
+        words = ", ".join(html.escape(str(value)) for value in field.get("enum", [field.get("const")]))
+    elif field.get("type") == "array":
+        words = f"list of ({_type(field.get('items', {}))})"
+    else:
+        kinds = field.get("type", "anything")
+        words = kinds if isinstance(kinds, str) else " or ".join(kind for kind in kinds if kind != "null")
+    for word, sign in (("minimum", "≥"), ("maximum", "≤"), ("exclusiveMaximum", "&lt;")):
+        if word in field:
+            words += f" {sign} {field[word]:g}"
+    return words

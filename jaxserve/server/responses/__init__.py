@@ -1,0 +1,1 @@
+"""``/v1/responses``, OpenAI's newer dialect, without memory: each call brings its whole conversation."""

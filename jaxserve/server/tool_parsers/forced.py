@@ -1,0 +1,36 @@
+"""Answers that a grammar holds to tool calls: tool_choice "required", and that of one function."""
+
+from __future__ import annotations
+
+from jaxserve.server.tool_parsers.base import Steps, ToolParser
+
+
+class RequiredParser(ToolParser):
+    """A list of ``{"name": …, "parameters": {…}}``."""
+
+    marked = False
+
+    def _parse(self) -> Steps[None]:
+        yield from self._space()
+        yield from self._expect("[")
+        while True:
+            yield from self._space()
+            yield from self._call_object()
+            yield from self._space()
+            if (yield from self._peek()) == "]":
+                break
+            yield from self._expect(",")
+        yield from self._take()
+        self._end()
+
+
+class NamedParser(ToolParser):
+    """The arguments of the one function that ``names`` holds."""
+
+    marked = False
+
+    def _parse(self) -> Steps[None]:
+        yield from self._space()
+        [name] = self._names
+        yield from self._arguments(name)
+        self._end()

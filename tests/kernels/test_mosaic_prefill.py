@@ -1,0 +1,66 @@
+"""Mosaic GPU's prefill attention against dense float64 NumPy: on a GPU, and in Pallas' interpreter on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import mosaic_kernel, mosaic_prefill
+from pallas_kernels.mosaic_kernel import Tuning
+from pallas_kernels.shapes import PREFILL, AttentionShape
+from tests.kernels.test_attention import TOLERANCE, dense, make_inputs
+
+SHAPES = {name: replace(shape, head_dim=64 if shape.head_dim < 64 else 128) for name, shape in PREFILL.items()}
+SHAPES |= {
+    "items": AttentionShape((700, 300, 64), (300, 129, 64), 8, 2, 128, leading_tokens=70, padding_tokens=13),
+    "many": AttentionShape(tuple(range(3, 192, 3)), tuple(range(1, 64)), 8, 2, 128, padding_tokens=3),
+    "long": AttentionShape((1500, 9000), (140, 33), 8, 2, 128),
+    "window-4096": AttentionShape((9000, 500), (200, 50), 8, 2, 128, window=4096, padding_tokens=24),
+}
+
+
+def error(shape, dtype, **options):
+    """The largest difference from dense attention."""
+    inputs = make_inputs(shape, dtype)
+    at = (np.array(shape.seq_lens, np.int32), np.array(shape.query_start_loc, np.int32))
+    operands = map(jnp.asarray, (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables, *at))
+    options = {"scale": shape.head_dim**-0.5, "window": shape.window, **options}
+    out = mosaic_prefill.prefill_attention(*operands, **options)
+    assert out.dtype == jnp.dtype(dtype)
+    return np.max(np.abs(np.asarray(out, np.float64) - dense(inputs)), initial=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_equals_dense_attention(name):
+    assert error(SHAPES[name], "bfloat16") < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.gpu
+def test_float16():
+    assert error(SHAPES["chunks"], "float16") < TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_in_the_interpreter(monkeypatch, window):
+    """All kinds of items: of nobody, whole and cut, with and without keys before them."""
+
+    def add_product(accumulator, a, b):
+        return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(mosaic_kernel, "add_product", add_product)  # the interpreter has no accumulator with a value
+    shape = AttentionShape((9, 200), (9, 131), 2, 1, 64, 32, window, leading_tokens=3, padding_tokens=2)
+    run = partial(error, shape, "bfloat16", tuning=Tuning(thread_blocks=2))
+    assert run(interpret=plgpu.InterpretGPUParams()) < TOLERANCE["bfloat16"]
+
+
+def test_what_it_cannot_do_is_refused():
+    with pytest.raises(ValueError, match="mosaic_gpu does not do head size 16"):
+        error(PREFILL["one"], "bfloat16")
+    with pytest.raises(ValueError, match="mosaic_gpu does not do float32 over a cache of float32"):
+        error(SHAPES["one"], "float32")

@@ -1,0 +1,50 @@
+"""Which kernels a configuration comes to on which device."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from bench.shapes import LLAMA_8B
+from jaxserve.config import EngineConfig
+from jaxserve.runner.plan import make_plan
+
+CPU, AMPERE, HOPPER = ("cpu", ""), ("gpu", "8.0"), ("gpu", "9.0")
+
+
+def backends(device, head_dim=128, **options):
+    model = replace(LLAMA_8B(1), head_dim=head_dim)
+    plan = make_plan(EngineConfig(model="8B", **options), model, *device)
+    return plan.attention_backend, plan.prefill_backend
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        (CPU, {}, ("reference", "reference")),
+        (AMPERE, {}, ("triton", "triton")),
+        (HOPPER, {}, ("triton", "mosaic_gpu")),
+        (HOPPER, {"head_dim": 80}, ("triton", "triton")),
+        (HOPPER, {"dtype": "float32"}, ("triton", "triton")),
+        (HOPPER, {"attention_backend": "triton"}, ("triton", "triton")),
+        (HOPPER, {"attention_backend": "mosaic_gpu"}, ("triton", "mosaic_gpu")),
+        (HOPPER, {"attention_backend": "reference"}, ("reference", "reference")),
+    ],
+)
+def test_auto_takes_the_best_and_a_choice_is_kept(device, options, expected):
+    assert backends(device, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "reason"),
+    [
+        (CPU, {}, "needs an NVIDIA GPU"),
+        (AMPERE, {}, r"needs a Hopper GPU \(compute capability 9.0\), this one has 8.0"),
+        (HOPPER, {"head_dim": 80}, "head size 80"),
+        (HOPPER, {"dtype": "float32"}, "float32"),
+    ],
+)
+def test_an_impossible_choice_is_refused(device, options, reason):
+    with pytest.raises(ValueError, match=f"--attention-backend mosaic_gpu.*{reason}"):
+        backends(device, attention_backend="mosaic_gpu", **options)

@@ -1,0 +1,59 @@
+"""Blocks that go to host memory come back as they were, into other blocks."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from jaxserve.runner import compiles
+from jaxserve.runner.swap import SWAP_BLOCKS, Swapper, host_bytes
+
+
+@pytest.fixture(scope="module")
+def parts(llm):
+    runner = llm("tiny-llama-3.1").engine.runner
+    shapes = runner._builder(200).cache
+    return shapes, runner._mesh
+
+
+@pytest.mark.parametrize("count", [1, SWAP_BLOCKS, SWAP_BLOCKS + 5])
+def test_blocks_come_back_elsewhere_and_nothing_else_changes(parts, count):
+    shapes, mesh = parts
+    swapper = Swapper(shapes, mesh, host_bytes(shapes, 2 * SWAP_BLOCKS))
+    assert swapper.num_blocks == 2 * SWAP_BLOCKS
+    cache = filled(shapes, mesh)
+    before = [np.array(array) for layer in cache for array in layer]
+    rng = np.random.default_rng(count)
+    source, target = rng.permutation(np.arange(1, 200))[: 2 * count].reshape(2, count).tolist()
+    compiled = compiles.total()
+    handle = swapper.swap_out(cache, source)
+    assert all(part.sharding.memory_kind == "pinned_host" for part in handle)
+    cache = swapper.swap_in(cache, handle, target)
+    assert compiles.total() == compiled
+    for array, old in zip((a for layer in cache for a in layer), before, strict=True):
+        expected = old.copy()
+        expected[target] = old[source]
+        np.testing.assert_array_equal(array, expected)
+
+
+def filled(shapes, mesh):
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda s: jax.device_put(rng.standard_normal(s.shape).astype(s.dtype), s.sharding), shapes)
+
+
+def test_swapping_in_updates_the_cache_in_place_and_warming_up_changes_nothing(parts):
+    shapes, mesh = parts
+    swapper = Swapper(shapes, mesh, host_bytes(shapes, 3 * SWAP_BLOCKS))
+    cache = filled(shapes, mesh)
+    before = [np.array(array) for layer in cache for array in layer]
+    warm = swapper.warm_up(cache)
+    assert all(array.is_deleted() for layer in cache for array in layer), "donated"
+    for array, old in zip((a for layer in warm for a in layer), before, strict=True):
+        np.testing.assert_array_equal(array, old)
+    assert swapper.seconds_per_program > 0
+
+
+def test_too_little_space_holds_nothing(parts):
+    shapes, mesh = parts
+    assert Swapper(shapes, mesh, host_bytes(shapes, SWAP_BLOCKS) - 1).num_blocks == 0

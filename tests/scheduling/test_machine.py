@@ -1,0 +1,131 @@
+"""Any order of operations: nothing is lost, nobody reads another's blocks, everybody gets the tokens of a lone run."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from jaxserve.request import FinishReason, Request, Status
+from jaxserve.scheduling.draft import SchedulerLimits
+from jaxserve.scheduling.kv_manager import KVManager
+from jaxserve.scheduling.schedule import SchedulerOutput
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.swap_space import SwapSpace
+from tests.scheduling.factories import make_request
+from tests.scheduling.shadow import ShadowDevice, lone_answer
+
+BLOCK = 4
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        depth=st.sampled_from([1, 2]),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        num_blocks=st.integers(12, 24),
+        window=st.sampled_from([None, None, 6, 13]),
+        prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def begin(self, depth, policy, num_blocks, window, prefix_caching):
+        kv = KVManager(num_blocks, BLOCK, prefix_caching=prefix_caching, window=window)
+        self.swap = SwapSpace(num_blocks=16, blocks_per_program=4, seconds_per_program=1.0)
+        self.scheduler = Scheduler(SchedulerLimits(5, 16, 3), kv, policy, self.swap)
+        self.device = ShadowDevice(self.scheduler)
+        self.depth = depth
+        self.in_flight: deque[tuple[SchedulerOutput, list[list[int]]]] = deque()
+        self.requests: list[Request] = []
+
+    @rule(
+        shared=st.integers(0, 5),
+        own=st.integers(1, 8),
+        kind=st.integers(0, 2),
+        max_tokens=st.integers(1, 16),
+        priority=st.integers(-2, 2),
+        salt=st.sampled_from([None, None, "salt"]),
+        arrival=st.floats(0, 30),
+    )
+    def add(self, shared, own, kind, max_tokens, priority, salt, arrival):
+        """Prompts that share blocks, and some that are equal."""
+        prompt = [100 + kind] * (BLOCK * shared) + [200 + kind] * own
+        request = make_request(prompt, max_tokens, priority=priority, cache_salt=salt, arrival_time=arrival)
+        self.requests.append(request)
+        self.scheduler.add(request)
+
+    @rule()
+    def submit(self):
+        while len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
+            self.in_flight.append((step, self.device.execute(step)))
+        assert self.in_flight or not len(self.scheduler), "requests wait and nothing moves"
+
+    @rule()
+    def collect(self):
+        if self.in_flight:
+            step, tokens = self.in_flight.popleft()
+            for row, sampled in zip(step.rows, tokens, strict=True):
+                self.scheduler.collect(row, sampled)
+
+    @rule()
+    def step(self):
+        self.submit()
+        self.collect()
+
+    @rule(
+        choice=st.integers(0, 99), reason=st.sampled_from([FinishReason.ABORT, FinishReason.ERROR, FinishReason.STOP])
+    )
+    def end(self, choice, reason):
+        """In any state, ended ones included."""
+        if self.requests:
+            self.scheduler.finish(self.requests[choice % len(self.requests)], reason)
+
+    @rule(choice=st.integers(0, 99))
+    def preempt(self, choice):
+        idle = [request for request in self.scheduler.running if not request.steps_in_flight]
+        if idle:
+            self.scheduler._preempt(idle[choice % len(idle)])
+
+    @rule(pays=st.booleans())
+    def change_the_price(self, pays):
+        self.swap.seconds_per_token = 100.0 if pays else 0.0
+
+    @rule()
+    def evict(self):
+        self.scheduler.kv.reset_cache()
+
+    @invariant()
+    def nothing_is_lost(self):
+        self.scheduler.check_integrity()
+
+    @invariant()
+    def answers_are_those_of_lone_runs(self):
+        for request in self.requests:
+            if request.output_token_ids:
+                expected = lone_answer(request.token_ids[: request.prompt_len], request.num_output_tokens)
+                assert request.output_token_ids == expected
+
+    def teardown(self):
+        if not hasattr(self, "scheduler"):
+            return
+        steps = 0
+        while len(self.scheduler):
+            self.step()
+            self.scheduler.check_integrity()
+            steps += 1
+            assert steps < 5000, "no end"
+        pool = self.scheduler.kv.pool
+        assert pool.num_free == pool.num_usable and self.swap.num_free == self.swap.num_blocks
+        for request in self.requests:
+            assert request.status is Status.FINISHED
+            if request.finish_reason is FinishReason.LENGTH:
+                assert request.num_output_tokens == request.max_tokens
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(
+    max_examples=200,  # 200 times 50 operations
+    stateful_step_count=50,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
