@@ -86,7 +86,7 @@ def check_programs(device: Any, layers: int, backend: str, dump: Path) -> int:
 
     model = LLAMA_8B(layers)
     config = EngineConfig(model="8B", attention_backend=backend, max_model_len=4096)
-    plan = make_plan(config, model, "gpu", "9.0")
+    plan = make_plan(config, model, "gpu", device.compute_capability)
     mesh = Mesh(np.array([device]), ("tp",))
     builder = ProgramBuilder(model, plan, param_structs(model, plan.dtype, mesh), mesh, num_blocks=4096)
     buckets = plan.ladder.all()

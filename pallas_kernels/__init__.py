@@ -1,4 +1,5 @@
-"""Attention over a paged KV cache, and sampling: arrays in, arrays out, several implementations behind each function.
+"""Attention over a paged KV cache, matrix products of few rows, and sampling: arrays in, arrays out, several
+implementations behind each function.
 
 Shapes: T tokens, S sequences, M blocks a sequence, N blocks of the cache, B tokens a block, H query heads,
 K KV heads, D head size. A cache is ``[N, B, K, D]``; block 0 belongs to nobody and takes the writes of padding.
@@ -10,10 +11,14 @@ from pallas_kernels.dispatch import (
     adjust_logits,
     backends,
     decode_attention,
+    gated_linear,
+    linear,
+    linear_parts,
     plan_decode,
     prefill_attention,
     rope_and_write,
     sample,
+    suits_linear,
     swiglu,
 )
 
@@ -23,9 +28,13 @@ __all__ = [
     "adjust_logits",
     "backends",
     "decode_attention",
+    "gated_linear",
+    "linear",
+    "linear_parts",
     "plan_decode",
     "prefill_attention",
     "rope_and_write",
     "sample",
+    "suits_linear",
     "swiglu",
 ]

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.adjust import Penalties
 from pallas_kernels.decode_plan import DecodePlan
@@ -24,6 +25,22 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "swiglu": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_swiglu",
+    },
+    "suits_linear": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_linear",
+    },
+    "linear_parts": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_linear",
+    },
+    "linear": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_linear",
+    },
+    "gated_linear": {
+        "reference": "pallas_kernels.reference",
+        "triton": "pallas_kernels.triton_linear",
     },
     "rope_and_write": {
         "reference": "pallas_kernels.reference",
@@ -70,8 +87,8 @@ def _implementation(operation: str, backend: str) -> Callable[..., Any]:
 
 
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: str) -> tuple[Array, Array]:
-    """``x + delta`` of ``[T, D]`` each, and its root-mean-square norm times ``weight[D]``: computed in float32, each
-    rounded to x's dtype."""
+    """``x[T, D]`` plus the sum of the partial sums ``delta[P, T, D]``, and the root-mean-square norm of that times
+    ``weight[D]``: computed in float32, each, and delta's sum, rounded to x's dtype."""
     result: tuple[Array, Array] = _implementation("add_rms_norm", backend)(x, delta, weight, eps=eps)
     return result
 
@@ -82,16 +99,52 @@ def swiglu(gate_up: Array, *, backend: str) -> Array:
     return result
 
 
+def suits_linear(kind: str, rows: int, depth: int, columns: int, dtype: jnp.dtype, *, backend: str) -> bool:
+    """Whether an implementation takes a product of ``[rows, depth]`` and ``[depth, columns]`` of this kind, "parts"
+    (``linear_parts``), "whole" (``linear``) or "gated" (``gated_linear``), and does better than XLA."""
+    result: bool = _implementation("suits_linear", backend)(kind, rows, depth, columns, dtype)
+    return result
+
+
+def linear_parts(x: Array, w: Array, *, backend: str) -> Array:
+    """``x[T, K] @ w[K, N]`` as partial sums ``[P, T, N]``, whose number depends on the shapes alone: float32, or x's
+    dtype if there is but one."""
+    result: Array = _implementation("linear_parts", backend)(x, w)
+    return result
+
+
+def linear(x: Array, w: Array, *, dtype: jnp.dtype, backend: str) -> Array:
+    """``x[T, K] @ w[K, N]`` in ``dtype``, summed in float32: ``[T, N]``."""
+    result: Array = _implementation("linear", backend)(x, w, dtype=dtype)
+    return result
+
+
+def gated_linear(x: Array, w: Array, *, backend: str) -> Array:
+    """``silu(x @ w[:, 0]) * (x @ w[:, 1])`` of ``x[T, K]`` and ``w[K, 2, I]``: ``[T, I]``; both products are rounded to
+    x's dtype."""
+    result: Array = _implementation("gated_linear", backend)(x, w)
+    return result
+
+
 def rope_and_write(
-    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array, *, backend: str
+    qkv: Array,
+    cos: Array,
+    sin: Array,
+    k_cache: Array,
+    v_cache: Array,
+    slots: Array,
+    *,
+    dtype: jnp.dtype,
+    backend: str,
 ) -> tuple[Array, Array, Array]:
     """Turn queries and keys by their positions, and put keys and values into the cache.
 
-    ``qkv[T, K, G + 2, D]`` holds for each KV head its G query heads, the key and the value; ``cos`` and ``sin``,
-    float32 ``[T, D / 2]``, turn element i with i + D / 2; ``slots[T]`` are places in the caches, block * B + offset.
-    Gives ``q[T, K * G, D]`` and the caches, which are written in place.
+    ``qkv[P, T, K, G + 2, D]``, P partial sums whose sum is rounded to ``dtype``, holds for each KV head its G query
+    heads, the key and the value; ``cos`` and ``sin``, float32 ``[T, D / 2]``, turn element i with i + D / 2;
+    ``slots[T]`` are places in the caches, block * B + offset.
+    Gives ``q[T, K * G, D]`` in ``dtype`` and the caches, which are written in place.
     """
-    return _implementation("rope_and_write", backend)(qkv, cos, sin, k_cache, v_cache, slots)
+    return _implementation("rope_and_write", backend)(qkv, cos, sin, k_cache, v_cache, slots, dtype=dtype)
 
 
 def plan_decode(

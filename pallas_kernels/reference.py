@@ -52,9 +52,34 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return weight * wide.astype(x.dtype)
 
 
+def sum_parts(parts: Array, dtype: jnp.dtype) -> Array:
+    """The sum over the first axis, in its order, rounded to ``dtype`` once."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total.astype(dtype)
+
+
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
-    total = x + delta
+    total = x + sum_parts(delta, x.dtype)
     return total, rms_norm(total, weight, eps)
+
+
+def suits_linear(kind: str, rows: int, depth: int, columns: int, dtype: jnp.dtype) -> bool:
+    """The products of XLA are better than these, which are for comparison."""
+    return False
+
+
+def linear_parts(x: Array, w: Array) -> Array:
+    return (x @ w)[None]
+
+
+def linear(x: Array, w: Array, *, dtype: jnp.dtype) -> Array:
+    return jnp.matmul(x, w, preferred_element_type=dtype)
+
+
+def gated_linear(x: Array, w: Array) -> Array:
+    return swiglu(jnp.tensordot(x, w, axes=1))
 
 
 def swiglu(gate_up: Array) -> Array:
@@ -69,8 +94,9 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def rope_and_write(
-    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array
+    qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array, *, dtype: jnp.dtype
 ) -> tuple[Array, Array, Array]:
+    qkv = sum_parts(qkv, dtype)
     tokens, kv_heads, lanes, head_dim = qkv.shape
     groups = lanes - 2
     q = rotate(qkv[:, :, :groups].reshape(tokens, kv_heads * groups, head_dim), cos, sin)

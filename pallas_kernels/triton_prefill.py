@@ -13,29 +13,32 @@ from pallas_kernels.triton_softmax import LOG2E, accumulate
 
 Array = jax.Array
 
+SEQS_PAD = 64
+"""Sequences that a program looks through, at least."""
+
 
 @triton.jit
 def prefill_kernel(
-    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
-    SCALE: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, TOKENS: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, tables_ptr, lens_ptr, starts_ptr, k_scale_ptr, v_scale_ptr, tokens, seqs, out_ptr,
+    SCALE: tl.constexpr, SCALED: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, TABLE_WIDTH: tl.constexpr,
-    SEQS: tl.constexpr, SEQS_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
+    SEQS_PAD: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, H): a tile is ROWS queries of one sequence; tiles left over write zeros to the tokens before the
-    first sequence's and behind the last one's."""
+    first sequence's and behind the last one's. ``tokens`` and ``seqs`` are known at run time only, so that programs of
+    all sizes share a kernel."""
     index, head = tl.program_id(0), tl.program_id(1)
     row, dim, tile = tl.arange(0, ROWS), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
     all_seqs = tl.arange(0, SEQS_PAD)
-    begin = tl.load(starts_ptr + all_seqs, mask=all_seqs < SEQS, other=0)
-    finish = tl.load(starts_ptr + all_seqs + 1, mask=all_seqs < SEQS, other=0)
-    tiles = tl.where(all_seqs < SEQS, tl.cdiv(finish - begin, ROWS), 0)
+    begin = tl.load(starts_ptr + all_seqs, mask=all_seqs < seqs, other=0)
+    finish = tl.load(starts_ptr + all_seqs + 1, mask=all_seqs < seqs, other=0)
+    tiles = tl.where(all_seqs < seqs, tl.cdiv(finish - begin, ROWS), 0)
     seq = tl.sum((tl.cumsum(tiles, 0) <= index).to(tl.int32), 0)
-    if seq >= SEQS:
+    if seq >= seqs:
         left, leading = index - tl.sum(tiles, 0), tl.load(starts_ptr)
         behind = left - tl.cdiv(leading, ROWS)
-        token = tl.where(behind < 0, left * ROWS, tl.load(starts_ptr + SEQS) + behind * ROWS) + row
-        nobodys = token < tl.where(behind < 0, leading, TOKENS)
+        token = tl.where(behind < 0, left * ROWS, tl.load(starts_ptr + seqs) + behind * ROWS) + row
+        nobodys = token < tl.where(behind < 0, leading, tokens)
         out = out_ptr + (token[:, None] * HEADS + head) * DIM + dim[None, :]
         zeros = tl.zeros([ROWS, DIM_PAD], out_ptr.dtype.element_ty)
         tl.store(out, zeros, mask=nobodys[:, None] & (dim < DIM)[None, :])
@@ -98,9 +101,10 @@ def plan_prefill(
     seqs, table_width = tables_shape
     rows, tile = (32, 32) if wide else (128 if tokens >= 1024 else 64, 64)
     parameters = dict(
-        SCALE=scale * LOG2E, SCALED=scaled, WINDOW=window or 0, TOKENS=tokens, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
-        DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size, TABLE_WIDTH=table_width, SEQS=seqs,
-        SEQS_PAD=triton.next_power_of_2(seqs), ROWS=rows, TILE=tile, PRECISION="ieee" if wide else "tf32",
+        SCALE=scale * LOG2E, SCALED=scaled, WINDOW=window or 0, HEADS=heads, KV_HEADS=kv_heads, DIM=dim,
+        DIM_PAD=triton.next_power_of_2(dim), BLOCK_SIZE=block_size, TABLE_WIDTH=table_width,
+        SEQS_PAD=max(SEQS_PAD, triton.next_power_of_2(seqs)), ROWS=rows, TILE=tile,
+        PRECISION="ieee" if wide else "tf32",
     )  # fmt: skip
     # Each sequence may end with a tile that is not full, and so may the tokens before and behind them.
     grid = (triton.cdiv(tokens, rows) + seqs + 2, heads)
@@ -130,5 +134,6 @@ def prefill_attention(
     return jax_triton.triton_call(
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
         ones if k_scale is None else k_scale, ones if v_scale is None else v_scale,
+        q.shape[0], block_tables.shape[0],
         kernel=prefill_kernel, grid=grid, out_type=jax.ShapeDtypeStruct(q.shape, q.dtype), **options, **parameters,
     )  # fmt: skip

@@ -50,6 +50,8 @@ class AttentionSpec:
     mesh: Mesh
     backend: str
     prefill_backend: str
+    linear_backend: str
+    """Of matrix products of few rows; ``reference``: all products are XLA's."""
     scale: float
 
 
@@ -77,13 +79,16 @@ def attend(
     inputs: AttentionInputs,
     plan: DecodePlan,
 ) -> tuple[Array, tuple[Array, Array], DecodePlan]:
-    """``qkv[T, K, G + 2, D]`` of this step and the rotary ``cos`` and ``sin[T, D / 2]`` -> attention ``[T, K, G, D]``,
-    the cache with this step's keys and values in it, and the plan for the next layer of the same window."""
+    """``qkv[P, T, K, G + 2, D]``, partial sums of this step, and the rotary ``cos`` and ``sin[T, D / 2]`` -> attention
+    ``[T, K, G, D]``, the cache with this step's keys and values in it, and the plan for the next layer of the same
+    window."""
 
     def local(
         qkv: Array, cache: tuple[Array, Array], rope: tuple[Array, Array], at: AttentionInputs, plan: DecodePlan
     ) -> tuple[Array, tuple[Array, Array], DecodePlan]:
-        q, keys, values = pallas_kernels.rope_and_write(qkv, *rope, *cache, at.slot_mapping, backend=spec.backend)
+        q, keys, values = pallas_kernels.rope_and_write(
+            qkv, *rope, *cache, at.slot_mapping, dtype=cache[0].dtype, backend=spec.backend
+        )
         decode_rows = at.decode_seq_lens.shape[0]
         attended, plan = pallas_kernels.decode_attention(
             q[:decode_rows], keys, values, at.decode_block_tables, at.decode_seq_lens, plan,
@@ -95,7 +100,7 @@ def attend(
                 scale=spec.scale, window=plan.window, backend=spec.prefill_backend,
             )  # fmt: skip
             attended = prefill.at[:decode_rows].add(attended)  # each is zero where the other is not
-        tokens, kv_heads, lanes, dim = qkv.shape
+        _, tokens, kv_heads, lanes, dim = qkv.shape
         return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values), plan
 
     by_head = P(None, "tp")
@@ -103,7 +108,7 @@ def attend(
     run = jax.shard_map(
         local,
         mesh=spec.mesh,
-        in_specs=(by_head, both, P(), P(), P()),
+        in_specs=(P(None, None, "tp"), both, P(), P(), P()),
         out_specs=(by_head, both, P()),
         check_vma=False,
     )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import pallas_kernels
 from jaxserve.models.config import RopeConfig
 
 Array = jax.Array
@@ -28,6 +29,36 @@ def linear(
     axes = ((x.ndim - 1,), (1,)) if transposed else contract
     y = jnp.tensordot(x, weight, axes=axes, preferred_element_type=dtype)
     return y if bias is None else y + bias
+
+
+# For a matmul of few rows without bias there may be a kernel of our own. Whether it takes the shapes is asked here; if
+# not, the matmul is XLA's.
+
+
+def linear_parts(x: Array, weight: Array, bias: Array | None = None, *, contract: int = 1, backend: str) -> Array:
+    """``linear`` of ``x[T, ...]``, left as partial sums ``[P, T, ...]`` for ``add_rms_norm`` and ``rope_and_write``."""
+    rows, outer = x.shape[0], weight.shape[contract:]
+    depth, columns = math.prod(weight.shape[:contract]), math.prod(outer)
+    if bias is None and pallas_kernels.suits_linear("parts", rows, depth, columns, x.dtype, backend=backend):
+        flat = x.reshape(rows, depth), weight.reshape(depth, columns)
+        return pallas_kernels.linear_parts(*flat, backend=backend).reshape(-1, rows, *outer)
+    return linear(x, weight, bias, contract=contract)[None]
+
+
+def gated_linear(x: Array, weight: Array, bias: Array | None = None, *, backend: str, swiglu_backend: str) -> Array:
+    """SwiGLU of ``x[T, D]`` by gate and up ``weight[D, 2, I]``: ``[T, I]``."""
+    depth, _, columns = weight.shape
+    if bias is None and pallas_kernels.suits_linear("gated", x.shape[0], depth, columns, x.dtype, backend=backend):
+        return pallas_kernels.gated_linear(x, weight, backend=backend)
+    return pallas_kernels.swiglu(linear(x, weight, bias), backend=swiglu_backend)
+
+
+def float32_linear(x: Array, weight: Array, *, backend: str) -> Array:
+    """``x[T, D]`` by ``weight[D, V]``, in float32."""
+    depth, columns = weight.shape
+    if pallas_kernels.suits_linear("whole", x.shape[0], depth, columns, x.dtype, backend=backend):
+        return pallas_kernels.linear(x, weight, dtype=jnp.float32, backend=backend)
+    return linear(x, weight, dtype=jnp.float32)
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> np.ndarray:

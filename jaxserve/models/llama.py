@@ -23,10 +23,10 @@ import pallas_kernels
 from jaxserve.models.attention import AttentionInputs, AttentionSpec, attend, plan_decode
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache
-from jaxserve.models.layers import linear, rope_frequencies, rope_tables
+from jaxserve.models.layers import float32_linear, gated_linear, linear, linear_parts, rope_frequencies, rope_tables
 from jaxserve.models.weights import Checkpoint
 from pallas_kernels import DecodePlan
-from pallas_kernels.reference import rms_norm
+from pallas_kernels.reference import rms_norm, sum_parts
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def forward(
 ) -> tuple[Array, KVCache]:
     """``token_ids[T]`` -> hidden states ``[T, D]`` before the last norm, and the cache with this step's KV."""
     x = params["embed"][token_ids]
-    delta = jnp.zeros_like(x)  # what the layer before adds to x: the addition is fused with the norm that follows it
+    delta = jnp.zeros_like(x)[None]  # what the layer before adds to x, in parts: the norm that follows adds it up
     rope = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
     plans = {window: plan_decode(spec, cache[0], inputs, window) for window in dict.fromkeys(config.windows)}
     new_cache = []
@@ -189,7 +189,7 @@ def forward(
             layer, layer_cache, x, delta, rope, inputs, plans[window], config=config, spec=spec
         )
         new_cache.append(updated)
-    return x + delta, tuple(new_cache)
+    return x + sum_parts(delta, x.dtype), tuple(new_cache)
 
 
 @partial(jax.jit, static_argnames=("config", "spec"), inline=False)
@@ -205,21 +205,24 @@ def _layer(
     config: ModelConfig,
     spec: AttentionSpec,
 ) -> tuple[Array, Array, tuple[Array, Array], DecodePlan]:
-    """The residual stream ``x[T, D]`` and what is still to be added to it, before and after a layer."""
+    """The residual stream ``x[T, D]`` and what is still to be added to it, partial sums ``[P, T, D]``, before and after
+    a layer."""
     add_norm = partial(pallas_kernels.add_rms_norm, eps=config.rms_norm_eps, backend=spec.backend)
+    product = partial(linear_parts, backend=spec.linear_backend)
     x, normed = add_norm(x, delta, p["input_norm"])
-    qkv = linear(normed, p["qkv"], p.get("qkv_bias"))
+    qkv = product(normed, p["qkv"], p.get("qkv_bias"))
     attended, cache, plan = attend(spec, qkv, rope, cache, inputs, plan)
-    delta = linear(attended, p["o"], p.get("o_bias"), contract=3)
+    delta = product(attended, p["o"], p.get("o_bias"), contract=3)
     x, normed = add_norm(x, delta, p["post_norm"])
-    gate_up = linear(normed, p["gate_up"], p.get("gate_up_bias"))
-    activated = pallas_kernels.swiglu(gate_up, backend=spec.backend)
-    return x, linear(activated, p["down"], p.get("down_bias")), cache, plan
+    activated = gated_linear(
+        normed, p["gate_up"], p.get("gate_up_bias"), backend=spec.linear_backend, swiglu_backend=spec.backend
+    )
+    return x, product(activated, p["down"], p.get("down_bias")), cache, plan
 
 
-def logits(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
+def logits(params: Params, hidden: Array, *, config: ModelConfig, spec: AttentionSpec) -> Array:
     """Float32 logits ``[R, V]`` of hidden states ``[R, D]``."""
     x = rms_norm(hidden, params["norm"], config.rms_norm_eps)
     if config.tie_word_embeddings:
         return linear(x, params["embed"], transposed=True, dtype=jnp.float32)
-    return linear(x, params["lm_head"], dtype=jnp.float32)
+    return float32_linear(x, params["lm_head"], backend=spec.linear_backend)

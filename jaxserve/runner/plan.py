@@ -42,8 +42,10 @@ class Plan:
     block_size: int
     ladder: Ladder
     attention_backend: str
-    """Of all kernels but prefill attention."""
+    """Of all kernels but those below."""
     prefill_backend: str
+    linear_backend: str
+    """Of matrix products of few rows."""
     async_depth: int
     max_logprobs: int
 
@@ -78,6 +80,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         block_size=config.block_size,
         ladder=ladder,
         attention_backend=backend,
+        # Its tiles are made for Hopper's tensor cores and shared memory.
+        linear_backend=backend if compute_capability.startswith("9.") else "reference",
         prefill_backend=prefill_backend,
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),

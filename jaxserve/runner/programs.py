@@ -9,6 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import pallas_kernels
 from jaxserve.models.attention import AttentionSpec
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, cache_shapes
@@ -59,7 +61,12 @@ class ProgramBuilder:
         self._plan = plan
         self._module = model_module(model.architecture)
         self._replicated = NamedSharding(mesh, P())
-        self._spec = AttentionSpec(mesh, plan.attention_backend, plan.prefill_backend, model.head_dim**-0.5)
+        self._spec = AttentionSpec(
+            mesh, plan.attention_backend, plan.prefill_backend, plan.linear_backend, model.head_dim**-0.5
+        )
+        # One program of a kind is lowered at a time, which is where Triton kernels are compiled: in parallel, all would
+        # compile the same ones.
+        self._lowering_forward, self._lowering_sample = Lock(), Lock()
         self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
         self.state: BatchState = jax.tree.map(
@@ -85,11 +92,12 @@ class ProgramBuilder:
             hidden, cache = self._module.forward(
                 params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=self._spec
             )
-            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model)
+            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model, spec=self._spec)
             return cache, state, logits, inputs.rows
 
         jitted = jax.jit(forward, donate_argnums=(1, 2))
-        lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
+        with self._lowering_forward:
+            lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
         compiled = lowered.compile(None if autotune else UNTUNED)
         check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
         return compiled
@@ -101,10 +109,14 @@ class ProgramBuilder:
         logits, row_data = self._shape((rows, vocab), jnp.float32), self._shape((3, rows), np.int32)
         if variant.kind is not Kind.FULL:
             jitted = jax.jit(partial(choose_tokens, **how), donate_argnums=0)
-            return jitted.lower(self.state, logits, row_data).compile()
+            with self._lowering_sample:
+                lowered = jitted.lower(self.state, logits, row_data)
+            return lowered.compile()
         jitted = jax.jit(partial(choose_with_options, **how), donate_argnums=(0, 1))
         mask = self._shape((rows, options.mask_words(vocab)), np.int32)
-        compiled = jitted.lower(self.state, self.options, logits, row_data, mask).compile()
+        with self._lowering_sample:
+            lowered = jitted.lower(self.state, self.options, logits, row_data, mask)
+        compiled = lowered.compile()
         check_aliased(compiled, (self.state, self.options), f"sample {rows} rows, {variant}")
         return compiled
 
@@ -127,8 +139,8 @@ class ProgramBuilder:
         """Compile everything, on all cores, with a progress line a program; ``check`` is called before each and raises
         if there is no point in going on.
 
-        On a GPU the largest programs are autotuned, one at a time, since several would disturb each other's timings.
-        For the others cuBLAS's proposal measured as fast, and tuning takes longer than compiling.
+        On a GPU some programs are autotuned, one at a time, since several would disturb each other's timings. For the
+        others cuBLAS's proposal measured as fast, and tuning takes longer than compiling.
         """
         buckets = self._plan.ladder.all()
         samplers = [(rows, v) for rows in sorted({b.rows for b in buckets}) for v in VARIANTS]
@@ -145,7 +157,7 @@ class ProgramBuilder:
         with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as one:
             forward = {}
             for bucket in reversed(buckets):
-                tuned = on_gpu and bucket.tokens >= TUNED_FROM
+                tuned = on_gpu and self._worth_tuning(bucket)
                 task = partial(self.forward, bucket, autotune=tuned or not on_gpu)
                 forward[bucket] = (one if tuned else pool).submit(timed, f"forward {bucket}", task)
             sample = {
@@ -159,6 +171,14 @@ class ProgramBuilder:
                 new_options=new_options.result(),
                 load_row=load_row.result(),
             )
+
+    def _worth_tuning(self, bucket: Bucket) -> bool:
+        """The largest, and decode steps whose float32 LM head is XLA's: untuned, that alone is up to 1 ms slower."""
+        model, plan = self._model, self._plan
+        own_head = not model.tie_word_embeddings and pallas_kernels.suits_linear(
+            "whole", bucket.rows, model.hidden_size, model.vocab_size, plan.dtype, backend=plan.linear_backend
+        )
+        return bucket.tokens >= TUNED_FROM or (bucket.prefill_rows == 0 and not own_head)
 
 
 def nbytes(arrays: Any) -> int:

@@ -4,6 +4,7 @@ since TRITON_INTERPRET is read when triton is imported and holds for the whole p
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 
 import jax
@@ -19,6 +20,7 @@ from pallas_kernels import (
     triton_adjust,
     triton_decode,
     triton_decode_plan,
+    triton_linear,
     triton_norm,
     triton_prefill,
     triton_rope,
@@ -186,35 +188,69 @@ def test_with_a_fixed_split_size_a_row_is_the_same_bits_in_any_batch():
         np.testing.assert_array_equal(decode(alone, split_size=64)[0], together[row])
 
 
-@pytest.mark.parametrize(("kv_heads", "groups", "dim"), [(2, 4, 16), (1, 1, 48), (3, 3, 64)])
-def test_rope_and_write(kv_heads: int, groups: int, dim: int):
+@pytest.mark.parametrize(
+    ("kv_heads", "groups", "dim", "parts"), [(2, 4, 16, 1), (1, 1, 48, 1), (3, 3, 64, 1), (2, 3, 16, 3)]
+)
+def test_rope_and_write(kv_heads: int, groups: int, dim: int, parts: int):
     rng = np.random.default_rng(0)
     tokens, block_size = 7, 8
     qkv = rng.standard_normal((tokens, kv_heads, groups + 2, dim), dtype=np.float32)
     angles = rng.standard_normal((tokens, dim // 2), dtype=np.float32)
     k_cache, v_cache = rng.standard_normal((2, 4, block_size, kv_heads, dim), dtype=np.float32)
     slots = rng.permutation(4 * block_size)[:tokens].astype(np.int32)
-    operands = (qkv, np.cos(angles), np.sin(angles), k_cache, v_cache, slots)
-    expected = jax.jit(reference.rope_and_write)(*operands)
-    grid, parameters = triton_rope.plan_rope(qkv.shape)
+    turns = np.cos(angles), np.sin(angles)
+    expected = jax.jit(reference.rope_and_write, static_argnames="dtype")(
+        qkv[None], *turns, k_cache, v_cache, slots, dtype=np.float32
+    )
+    summands = in_parts(rng, qkv, parts)
+    grid, parameters = triton_rope.plan_rope(summands.shape)
     q = Argument(np.full((tokens, kv_heads * groups, dim), POISON, np.float32))
     caches = [Argument(k_cache.copy()), Argument(v_cache.copy())]
-    inputs = [Argument(a) for a in (qkv, np.cos(angles), np.sin(angles), slots)]
+    inputs = [Argument(a) for a in (summands, *turns, slots)]
     triton_rope.rope_kernel[grid](*inputs, *caches, q, **parameters)
     for got, want in zip((q, *caches), expected, strict=True):
         np.testing.assert_allclose(got.array, want, atol=1e-6)
 
 
-@pytest.mark.parametrize("width", [64, 96, 576])
-def test_add_rms_norm(width: int):
+@pytest.mark.parametrize(("width", "parts"), [(64, 1), (96, 3), (576, 1)])
+def test_add_rms_norm(width: int, parts: int):
     rng = np.random.default_rng(0)
     x, delta = rng.standard_normal((2, 5, width), dtype=np.float32)
     weight = rng.standard_normal(width, dtype=np.float32)
-    grid, parameters = triton_norm.plan_add_rms_norm(x.shape, 1e-5)
+    summands = in_parts(rng, delta, parts)
+    grid, parameters = triton_norm.plan_add_rms_norm(summands.shape, 1e-5)
     out = [Argument(np.full(x.shape, POISON, np.float32)) for _ in range(2)]
-    triton_norm.add_rms_norm_kernel[grid](*map(Argument, (x, delta, weight)), *out, **parameters)
-    for got, want in zip(out, reference.add_rms_norm(x, delta, weight, eps=1e-5), strict=True):
-        np.testing.assert_allclose(got.array, want, atol=1e-6)
+    triton_norm.add_rms_norm_kernel[grid](*map(Argument, (x, summands, weight)), *out, **parameters)
+    for got, want in zip(out, reference.add_rms_norm(x, delta[None], weight, eps=1e-5), strict=True):
+        np.testing.assert_allclose(got.array, want, atol=1e-5)
+
+
+def in_parts(rng: np.random.Generator, total: np.ndarray, parts: int) -> np.ndarray:
+    """``parts`` arrays whose sum is ``total``, but for rounding."""
+    rest = rng.standard_normal((parts - 1, *total.shape), dtype=np.float32)
+    return np.concatenate([rest, (total - rest.sum(0))[None]])
+
+
+@pytest.mark.parametrize("splits", [1, 3, 4])
+def test_linear(splits: int):
+    """Rows that do not fill a tile, and stretches of unequal length (128 / 32 in three)."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((21, 128), dtype=np.float32), rng.standard_normal((128, 64), dtype=np.float32)
+    out = Argument(np.full((splits, 21, 64), POISON, np.float32))
+    triton_linear.linear_kernel[2, splits](Argument(x), Argument(w), 21 - 1, 4, out, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32)
+    ends = [128 // 32 * split // splits * 32 for split in range(splits + 1)]
+    for part, (first, last) in zip(out.array, itertools.pairwise(ends), strict=True):
+        np.testing.assert_allclose(part, x[:, first:last] @ w[first:last], atol=1e-4)
+
+
+def test_gated_linear():
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((21, 64), dtype=np.float32), rng.standard_normal((64, 2, 64), dtype=np.float32)
+    out = Argument(np.full((21, 64), POISON, np.float32))
+    triton_linear.gated_linear_kernel[2, 1](
+        Argument(x), Argument(w), 21 - 1, 2, out, BLOCK_M=32, BLOCK_N=32, BLOCK_K=32
+    )
+    np.testing.assert_allclose(out.array, reference.gated_linear(x, w), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("width", [64, 1100])
@@ -239,7 +275,9 @@ def test_prefill(name: str, scaled: bool):
     operands = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables, lens, starts)
     scales = np.array([0.5, 3.0], np.float32), np.array([2.0, 0.25], np.float32)
     out = Argument(np.full(inputs.q.shape, POISON, np.float32))
-    triton_prefill.prefill_kernel[grid](*map(Argument, (*operands, *scales)), out, **parameters)
+    triton_prefill.prefill_kernel[grid](
+        *map(Argument, (*operands, *scales)), inputs.q.shape[0], len(inputs.block_tables), out, **parameters
+    )
     run = jax.jit(reference.prefill_attention, static_argnames=("scale", "window"))
     options = dict(zip(("k_scale", "v_scale"), scales, strict=True)) if scaled else {}
     np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window, **options), atol=1e-5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 
 from jaxserve.engine.llm import LLM, Completion
 from jaxserve.request import SamplingParams
+from jaxserve.runner.programs import ProgramBuilder
 from jaxserve.runner.runner import ModelRunner
 from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
+from pallas_kernels import dispatch
 from tests.checkpoints import NAMES
 from tests.conftest import SMALL
+from tests.models import split_products
 
 DATA = Path(__file__).parent.parent / "data"
 TOLERANCE = 1e-3
@@ -109,6 +113,25 @@ def check_greedy(model: LLM, cases: list[dict[str, Any]], tolerance: float = TOL
         np.testing.assert_allclose(logprobs, case["chosen_logprobs"], atol=tolerance, rtol=0)
         if "\ufffd" not in case.get("text", "\ufffd"):  # how many of them broken bytes give is a matter of taste
             assert answer.text == case["text"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [("tiny-llama-3.1", {"parts", "gated", "whole"}), ("tiny-llama-bias", {"whole"})]
+)
+def test_products_in_partial_sums(name, kinds, llm, monkeypatch):
+    """What a GPU's kernels leave to norm and rotary embedding to add up; products with a bias stay XLA's."""
+    for operation in ("suits_linear", "linear_parts", "linear", "gated_linear"):
+        monkeypatch.setitem(dispatch.IMPLEMENTATIONS[operation], "split", split_products.__name__)
+    split_products.calls.clear()
+    runner = llm(name, **OPTIONS).engine.runner
+    plan = replace(runner.plan, linear_backend="split")
+    builder = ProgramBuilder(runner.model_config, plan, runner._params, runner._mesh, runner.num_blocks)
+    forward = {bucket: builder.forward(bucket) for bucket in plan.ladder.all()}
+    monkeypatch.setattr(runner, "_programs", replace(runner._programs, forward=forward))
+    assert set(split_products.calls) == kinds
+    with np.load(DATA / f"{name}.npz") as stored:
+        rows = dict(zip(stored["prompt_rows"].tolist(), stored["prompt"], strict=True))
+    check_logits(runner, recorded(name)["cases"][0]["prompt_ids"], rows, "case 0")
 
 
 @pytest.mark.parametrize("name", NAMES)

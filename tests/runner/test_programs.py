@@ -7,10 +7,15 @@ import time
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
+from bench.shapes import LLAMA_8B
+from jaxserve.config import EngineConfig
+from jaxserve.models.dummy import param_structs
 from jaxserve.request import SamplingParams
 from jaxserve.runner import compiles
 from jaxserve.runner.buckets import Bucket
+from jaxserve.runner.plan import make_plan
 from jaxserve.runner.programs import ProgramBuilder
 from jaxserve.runner.runner import ModelRunner
 
@@ -79,3 +84,19 @@ def test_nothing_is_compiled_while_serving(llm):
     jax.jit(lambda x: x + 12345)(1)
     after = compiles.counts()
     assert sum(after.values()) == sum(before.values()) + 1, "the counter counts"
+
+
+def test_decode_steps_with_an_lm_head_of_their_own_are_not_tuned():
+    """Tuning takes longer than compiling; what it finds for the other steps is worth it."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    model = LLAMA_8B(1)
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("tp",))
+
+    def tuned(compute_capability: str) -> list[str]:
+        plan = make_plan(EngineConfig(model="8B"), model, "gpu", compute_capability)
+        builder = ProgramBuilder(model, plan, param_structs(model, plan.dtype, mesh), mesh, num_blocks=2)
+        return [str(bucket) for bucket in plan.ladder.all() if builder._worth_tuning(bucket)]
+
+    large = ["3072 tokens", "4096 tokens", "6144 tokens", "8192 tokens"]
+    assert tuned("9.0") == ["decode of 256", *large]
+    assert tuned("8.9") == [*(f"decode of {rows}" for rows in (1, 8, 16, 32, 64, 128, 256)), *large]
