@@ -137,8 +137,8 @@ class Tuning:
     """About as many as run at once."""
 
 
-FEW_ROWS = Tuning(tile=64, num_warps=4, num_stages=3, programs=132)
-"""One program an SM: latency counts, and every further item is a partial result to wait for."""
+FEW_ROWS = Tuning(tile=64, num_warps=4, num_stages=3, programs=264)
+"""Few programs: latency counts, and every further item is a partial result to wait for."""
 MORE_ROWS = Tuning(tile=32, num_warps=2, num_stages=4, programs=528)
 """A program for every sequence and head, small enough that all of them run at once."""
 MANY_ROWS = Tuning(tile=64, num_warps=4, num_stages=3, programs=396)
@@ -149,7 +149,7 @@ WIDE_TILE = 32
 
 def choose_tuning(num_seqs: int, split_size: int | None) -> Tuning:
     """With a fixed ``split_size``, the order in which a row is summed up must not depend on the number of rows."""
-    if split_size or num_seqs > 128:
+    if split_size or num_seqs > 64:
         return MANY_ROWS
     return FEW_ROWS if num_seqs <= 32 else MORE_ROWS
 
