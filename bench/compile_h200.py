@@ -33,16 +33,16 @@ def main() -> int:
     parser.add_argument("--cuda", type=Path, required=True, help="folder with bin/ptxas and nvvm/libdevice")
     parser.add_argument("--layers", type=int, default=4, help="layers of the 8B shape to compile")
     parser.add_argument("--attention-backend", default="auto", help="as the server's")
+    parser.add_argument("--linear-backend", default="auto", help="as the server's")
     arguments = parser.parse_args()
+    backends = {"attention_backend": arguments.attention_backend, "linear_backend": arguments.linear_backend}
     with tempfile.TemporaryDirectory() as dump:
         os.environ["XLA_FLAGS"] = (
             f"--xla_gpu_cuda_data_dir={arguments.cuda} --xla_gpu_autotune_level=0 --xla_dump_to={dump}"
             f" {os.environ.get('XLA_FLAGS', '')}"
         )
         os.environ["PATH"] = f"{arguments.cuda}/bin:{os.environ['PATH']}"
-        failures = check_programs(
-            described_h200(arguments.plugin), arguments.layers, arguments.attention_backend, Path(dump)
-        )
+        failures = check_programs(described_h200(arguments.plugin), arguments.layers, backends, Path(dump))
     print("all checks passed" if not failures else f"{failures} checks failed")
     return 1 if failures else 0
 
@@ -72,7 +72,7 @@ def described_h200(plugin: Path) -> Any:
     return topologies.get_topology_desc("h200", "cuda", target_config=target, topology="1x1x1").devices[0]
 
 
-def check_programs(device: Any, layers: int, backend: str, dump: Path) -> int:
+def check_programs(device: Any, layers: int, backends: dict[str, str], dump: Path) -> int:
     """Compile decode, prefill and sampling programs of the 8B shape; returns the number of failed checks."""
     import numpy as np
     from jax.sharding import Mesh
@@ -85,7 +85,7 @@ def check_programs(device: Any, layers: int, backend: str, dump: Path) -> int:
     from jaxserve.runner.sampler import VARIANTS
 
     model = LLAMA_8B(layers)
-    config = EngineConfig(model="8B", attention_backend=backend, max_model_len=4096)
+    config = EngineConfig(model="8B", **backends, max_model_len=4096)
     plan = make_plan(config, model, "gpu", device.compute_capability)
     mesh = Mesh(np.array([device]), ("tp",))
     builder = ProgramBuilder(model, plan, param_structs(model, plan.dtype, mesh), mesh, num_blocks=4096)

@@ -11,6 +11,7 @@ import msgspec
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "triton", "mosaic_gpu")
+LINEAR_BACKENDS = ("auto", "reference", "triton")
 LOAD_FORMATS = ("safetensors", "dummy")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic")
@@ -52,6 +53,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     swap_space: float = 0.0
     """GiB of pinned host memory for the KV blocks of preempted requests; 0: their tokens are computed again."""
     attention_backend: str = "auto"
+    linear_backend: str = "auto"
+    """Of matrix products of few rows without a bias; reference is XLA's."""
     async_depth: int | None = None
     tensor_parallel_size: int = 1
     seed: int | None = None
@@ -71,6 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         _choice("--dtype", self.dtype, DTYPES)
         _choice("--attention-backend", self.attention_backend, ATTENTION_BACKENDS)
+        _choice("--linear-backend", self.linear_backend, LINEAR_BACKENDS)
         _choice("--load-format", self.load_format, LOAD_FORMATS)
         for flag, value in (
             ("--max-num-seqs", self.max_num_seqs),

@@ -81,7 +81,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         ladder=ladder,
         attention_backend=backend,
         # Its tiles are made for Hopper's tensor cores and shared memory.
-        linear_backend=backend if compute_capability.startswith("9.") else "reference",
+        linear_backend=_linear_backend(config, on_gpu, compute_capability),
         prefill_backend=prefill_backend,
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
@@ -106,19 +106,28 @@ def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:
 def _backends(
     config: EngineConfig, model: ModelConfig, dtype: np.dtype, on_gpu: bool, compute_capability: str
 ) -> tuple[str, str]:
-    """Of all kernels, and of prefill attention. An explicit choice never falls back; auto is Triton on a GPU, and for
-    prefill attention Mosaic GPU where that can do it."""
+    """Of all kernels, and of prefill attention. An explicit choice never falls back; auto is Triton on a GPU. Mosaic
+    GPU is for prefill attention, and on request: twice as fast by itself, but no whole engine has run on it yet."""
     choice = config.attention_backend
     if choice in ("triton", "mosaic_gpu") and not on_gpu:
         raise ValueError(f"--attention-backend {choice} needs an NVIDIA GPU; a CPU has reference")
     if choice == "reference" or not on_gpu:
         return "reference", "reference"
-    if choice == "triton":
-        return "triton", "triton"
-    refusal = _mosaic_refusal(model, dtype, config.block_size, compute_capability)
-    if choice == "mosaic_gpu" and refusal:
-        raise ValueError(f"--attention-backend mosaic_gpu: {refusal}")
-    return "triton", "triton" if refusal else "mosaic_gpu"
+    if choice == "mosaic_gpu":
+        if refusal := _mosaic_refusal(model, dtype, config.block_size, compute_capability):
+            raise ValueError(f"--attention-backend mosaic_gpu: {refusal}")
+        return "triton", "mosaic_gpu"
+    return "triton", "triton"
+
+
+def _linear_backend(config: EngineConfig, on_gpu: bool, compute_capability: str) -> str:
+    """Of matrix products of few rows: XLA's (reference) unless Triton's are asked for, which are tuned for Hopper and
+    have not been measured in a whole step."""
+    if config.linear_backend != "triton":
+        return "reference"
+    if not on_gpu or not compute_capability.startswith("9."):
+        raise ValueError("--linear-backend triton needs a Hopper GPU (compute capability 9.0)")
+    return "triton"
 
 
 def _mosaic_refusal(model: ModelConfig, dtype: np.dtype, block_size: int, compute_capability: str) -> str | None:

@@ -24,7 +24,7 @@ def backends(device, head_dim=128, **options):
     [
         (CPU, {}, ("reference", "reference")),
         (AMPERE, {}, ("triton", "triton")),
-        (HOPPER, {}, ("triton", "mosaic_gpu")),
+        (HOPPER, {}, ("triton", "triton")),
         (HOPPER, {"head_dim": 80}, ("triton", "triton")),
         (HOPPER, {"dtype": "float32"}, ("triton", "triton")),
         (HOPPER, {"attention_backend": "triton"}, ("triton", "triton")),
@@ -32,7 +32,7 @@ def backends(device, head_dim=128, **options):
         (HOPPER, {"attention_backend": "reference"}, ("reference", "reference")),
     ],
 )
-def test_auto_takes_the_best_and_a_choice_is_kept(device, options, expected):
+def test_a_choice_is_kept(device, options, expected):
     assert backends(device, **options) == expected
 
 
@@ -48,3 +48,17 @@ def test_auto_takes_the_best_and_a_choice_is_kept(device, options, expected):
 def test_an_impossible_choice_is_refused(device, options, reason):
     with pytest.raises(ValueError, match=f"--attention-backend mosaic_gpu.*{reason}"):
         backends(device, attention_backend="mosaic_gpu", **options)
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"), [("auto", "reference"), ("reference", "reference"), ("triton", "triton")]
+)
+def test_products_of_few_rows(choice, expected):
+    plan = make_plan(EngineConfig(model="8B", linear_backend=choice), LLAMA_8B(1), *HOPPER)
+    assert plan.linear_backend == expected
+
+
+@pytest.mark.parametrize("device", [CPU, AMPERE])
+def test_products_that_only_hopper_has_are_refused(device):
+    with pytest.raises(ValueError, match="--linear-backend triton needs a Hopper GPU"):
+        make_plan(EngineConfig(model="8B", linear_backend="triton"), LLAMA_8B(1), *device)
