@@ -142,11 +142,13 @@ class ProgramBuilder:
         return compiled
 
     def all(self, progress: Progress, *, on_gpu: bool, check: Callable[[], None]) -> Programs:
-        """Compile everything, on all cores, with a progress line a program; ``check`` is called before each and raises
-        if there is no point in going on.
+        """Compile everything, with a progress line a program; ``check`` is called before each and raises if there is no
+        point in going on.
 
-        On a GPU some programs are autotuned, one at a time, since several would disturb each other's timings. For the
-        others cuBLAS's proposal measured as fast, and tuning takes longer than compiling.
+        On a GPU all cores compile. Some programs are autotuned, one at a time, since several would disturb each other's
+        timings; for the others cuBLAS's proposal measured as fast, and tuning takes longer than compiling. On a CPU one
+        program follows the other: XLA spreads each over the cores anyway, and reading a program from the cache while
+        another is compiled has crashed.
         """
         buckets = self._plan.ladder.all()
         row_sizes = sorted({b.rows for b in buckets})
@@ -161,7 +163,7 @@ class ProgramBuilder:
             progress(f"compiled {next(counter)}/{total}: {what} ({time.monotonic() - start:.1f} s)")
             return program
 
-        with ThreadPoolExecutor(os.cpu_count()) as pool, ThreadPoolExecutor(1) as one:
+        with ThreadPoolExecutor(os.cpu_count() if on_gpu else 1) as pool, ThreadPoolExecutor(1) as one:
             forward = {}
             for bucket in reversed(buckets):
                 tuned = on_gpu and self._worth_tuning(bucket)

@@ -113,8 +113,10 @@ class ModelRunner:
             reserved += reserved_bytes(bytes_per_block(self.model_config, self.plan.block_size, self.plan.dtype))
         self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserved)
         builder = ProgramBuilder(self.model_config, self.plan, structs, self._mesh, self.num_blocks)
-        with ThreadPoolExecutor(1) as loader:  # programs are compiled from shapes, meanwhile
+        with ThreadPoolExecutor(1) as loader:  # a GPU's programs are compiled from shapes, meanwhile
             loading = loader.submit(self._load, directory, config.load_format, progress)
+            if self._on_cpu:
+                loading.result()
             self._programs = self._compile(builder, progress, loading)
             self.swapper = Swapper(builder.cache, self._mesh, swap_bytes) if swap_bytes else None
             self._params = loading.result()
