@@ -85,10 +85,11 @@ def load_params(checkpoint: Checkpoint, config: ModelConfig, mesh: Mesh, progres
     def load_layer(index: int) -> Params:
         return fuse_layer(_read_layer(checkpoint, config, f"model.layers.{index}"))
 
-    layers: list[Params] = []
+    layers = [load_layer(0)]  # alone, so that only one thread compiles what all use
+    progress(1)
     with ThreadPoolExecutor(LOADING_THREADS) as pool:
         try:
-            for layer in pool.map(load_layer, range(config.num_layers)):
+            for layer in pool.map(load_layer, range(1, config.num_layers)):
                 layers.append(layer)
                 progress(len(layers))
         except Exception:
