@@ -42,7 +42,7 @@ def test_closed_loops(served: Served, tmp_path: Path, capsys: pytest.CaptureFixt
     assert four["goodput_s"] == pytest.approx(four["requests_s"])
     assert len(one["client_cpu"]) == 1 and len(four["client_cpu"]) == 2
     out = capsys.readouterr().out
-    assert "| concurrency 1 | concurrency 4 |" in out and "bench" in out and "| 9 (0) |" in out
+    assert "| concurrency 1 | concurrency 4 |" in out and "python " in out and "| 9 (0) |" in out
 
 
 def test_open_loop(served: Served, tmp_path: Path) -> None:
