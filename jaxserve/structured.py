@@ -56,18 +56,18 @@ class Grammars:
 
 def compile_spec(spec: StructuredSpec, tokenizer: LLTokenizer) -> LLMatcher:
     """Raises ``RequestError`` that names the field and the reason."""
-    check_size(spec)
     try:
+        check_size(spec)
         matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LIMITS)
+    except RequestError:
+        raise
     except (ValueError, RecursionError) as error:
         raise _refusal(spec, str(error)) from None
+    if not matcher.is_error():
+        matcher.compute_bitmask()
     if matcher.is_error():
-        raise _refusal(spec, matcher.get_error())
-    matcher.compute_bitmask()
-    if matcher.is_error():
-        raise _refusal(spec, matcher.get_error())
-    if matcher.is_stopped() and not matcher.is_accepting():
-        raise _refusal(spec, "no text can match it")
+        reason = matcher.get_error()
+        raise _refusal(spec, "no text can match it" if reason.startswith("NoExtension") else reason)
     return matcher
 
 
@@ -104,9 +104,11 @@ def _patterns(schema: Any) -> Iterator[str]:
 def _grammar(spec: StructuredSpec) -> str:
     """In llguidance's own notation; raises ``ValueError``."""
     match spec.kind:
-        case "json" | "json_object":
-            schema = spec.value if spec.kind == "json" else '{"type": "object"}'
+        case "json":
+            schema = "{}" if spec.value == "true" else spec.value  # options need an object
             return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
+        case "json_object":
+            return _grammar(StructuredSpec(kind="json", value='{"type": "object"}', field=spec.field))
         case "choice":
             # A string of Lark is one of JSON.
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.value))

@@ -115,6 +115,7 @@ class EngineCore:
             },
             compile_counts=compiles.counts,
         )
+        self.grammars = grammars
         self._constraints = Constraints(grammars, vocab_size)
         self._eos_ids = eos_ids
         self._depth = plan.async_depth
