@@ -11,7 +11,7 @@ from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par
 
 from jaxserve.request import Request
-from jaxserve.scheduling.schedule import ScheduledRequest
+from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
 from jaxserve.structured import Grammars
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,9 @@ class Constraints:
         self._compiling.pop(request_id, None)
         self._running.pop(request_id, None)
 
-    def bind(self, rows: Sequence[ScheduledRequest]) -> bool:
+    def bind(self, schedule: SchedulerOutput) -> bool:
         """Whether some of a step's rows need a mask."""
-        return bool(self._running) and any(row.samples and row.request_id in self._running for row in rows)
+        return bool(self._running) and any(row.samples and row.request_id in self._running for row in schedule.rows)
 
     def mask(self, rows: Sequence[ScheduledRequest]) -> np.ndarray:
         """int32 ``[len(rows), ceil(V / 32)]``, a bit for each token that a row may choose next. All that was sampled

@@ -15,7 +15,7 @@ import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import admission
 from jaxserve.engine.constraints import Constraints
-from jaxserve.engine.events import StepEvent
+from jaxserve.engine.events import StepEvent, step_event
 from jaxserve.engine.messages import DEADLINE, ModelInfo, TokenOutput
 from jaxserve.engine.replies import ending, new_tokens
 from jaxserve.engine.throughput import Throughput
@@ -28,7 +28,7 @@ from jaxserve.runner.runner import ModelRunner, PendingStep, RowOutput
 from jaxserve.runner.swap import SWAP_BLOCKS, SwapHandle, Swapper
 from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
-from jaxserve.scheduling.schedule import SchedulerOutput, Swap
+from jaxserve.scheduling.schedule import SchedulerOutput
 from jaxserve.scheduling.scheduler import Scheduler, SchedulingPolicy
 from jaxserve.scheduling.swap_space import SwapSpace
 from jaxserve.structured import Grammars
@@ -225,7 +225,7 @@ class EngineCore:
             now = time.monotonic()
             self._mark_admitted(schedule, now)
             self._swap(schedule)
-            step = self.runner.submit(schedule, masked=self._constraints.bind(schedule.rows))
+            step = self.runner.submit(schedule, masked=self._constraints.bind(schedule))
             self._pending.append(_Submitted(step, now, now - start, time.monotonic() - now))
             self._sample_first()
         if not self._pending:
@@ -313,7 +313,7 @@ class EngineCore:
                 self._count_finished(request, request.num_output_tokens)
                 finished.append(request.request_id)
             outputs.append(ClientOutput(request.client, new_tokens(request, item, row, tokens)))
-            if self._constraints.advance(request, tokens):
+            if request.sampling.structured and self._constraints.advance(request, tokens):
                 self._finish(request, FinishReason.STOP, request.num_output_tokens)
                 outputs.append(ClientOutput(request.client, ending(request)))
                 finished.append(request.request_id)
@@ -359,27 +359,15 @@ class EngineCore:
     ) -> None:
         schedule = submitted.step.schedule
         compiled, self._compiled = compiles.total() - self._compiled, compiles.total()
-        event = StepEvent(
+        event = step_event(
+            schedule,
+            submitted.step.bucket,
             submitted=submitted.time,
             collected=now,
             schedule_seconds=submitted.schedule_seconds,
             submit_seconds=submitted.submit_seconds,
             wait_seconds=wait_seconds,
-            bucket=str(submitted.step.bucket),
             compiled=compiled,
-            decode_requests=tuple(r.request_id for r in schedule.decode),
-            prefill_requests=tuple(r.request_id for r in schedule.prefill),
-            prefill_tokens=tuple(len(r.token_ids) for r in schedule.prefill),
-            num_tokens=schedule.num_tokens,
-            padded_tokens=submitted.step.bucket.tokens,
-            admitted=schedule.admitted,
-            preempted=schedule.preempted,
-            swapped_out=tuple(swap.request_id for swap in schedule.swap_out),
-            swapped_in=tuple(swap.request_id for swap in schedule.swap_in),
-            swapped_blocks=(_num_blocks(schedule.swap_out), _num_blocks(schedule.swap_in)),
-            queried_tokens=schedule.queried_tokens,
-            cached_tokens=schedule.cached_tokens,
-            num_evicted=schedule.num_evicted,
             finished=tuple(finished),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -404,7 +392,3 @@ class EngineCore:
         self.metrics.generated(self._generated)
         self._generated = 0
         self.metrics.gauges(len(scheduler.running), len(scheduler.waiting), scheduler.kv.usage)
-
-
-def _num_blocks(swaps: Iterable[Swap]) -> int:
-    return sum(len(swap.block_ids) for swap in swaps)
