@@ -243,6 +243,8 @@ class Request:
     group: str = ""
     priority: int = 0
     cache_salt: str | None = None
+    is_held: bool = False
+    """Not to be admitted yet: what its answer must match is not compiled."""
     takes_cached_blocks: bool = True
     """False for one that wants to know something of every prompt token, so that all must be computed."""
     rank: tuple[float, int] = (0.0, 0)

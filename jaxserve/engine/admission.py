@@ -56,9 +56,6 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
             f"logprobs may ask for at most {info.max_logprobs} tokens, got {sampling.logprobs}.",
             param="logprobs",
         )
-    if sampling.structured is not None:
-        field = sampling.structured.field
-        raise RequestError(f"{field} is not supported yet.", param=field, code="unsupported_parameter")
     available = room(len(prompt_token_ids), info)
     if sampling.max_tokens is None:
         if sampling.min_tokens > available:

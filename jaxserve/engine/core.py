@@ -14,11 +14,13 @@ from typing import NamedTuple, Protocol
 import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import admission
-from jaxserve.engine.events import StepEvent
+from jaxserve.engine.constraints import Constraints
+from jaxserve.engine.events import StepEvent, step_event
 from jaxserve.engine.messages import DEADLINE, ModelInfo, TokenOutput
 from jaxserve.engine.replies import ending, new_tokens
 from jaxserve.engine.throughput import Throughput
 from jaxserve.metrics import Metrics
+from jaxserve.models.config import load_model_config
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestError, Status
 from jaxserve.runner import compiles
 from jaxserve.runner.plan import Plan
@@ -26,15 +28,15 @@ from jaxserve.runner.runner import ModelRunner, PendingStep, RowOutput
 from jaxserve.runner.swap import SWAP_BLOCKS, SwapHandle, Swapper
 from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
-from jaxserve.scheduling.schedule import SchedulerOutput, Swap
+from jaxserve.scheduling.schedule import SchedulerOutput
 from jaxserve.scheduling.scheduler import Scheduler, SchedulingPolicy
 from jaxserve.scheduling.swap_space import SwapSpace
+from jaxserve.structured import Grammars
+from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 EVENTS_KEPT = 1024
-COST_WEIGHT = 0.1
-"""Of a new measurement against all before."""
 
 
 class Runner(Protocol):
@@ -45,7 +47,7 @@ class Runner(Protocol):
     swapper: Swapper | None
     """Room in host memory, for ``swap_out`` and ``swap_in``."""
 
-    def submit(self, schedule: SchedulerOutput) -> PendingStep: ...
+    def submit(self, schedule: SchedulerOutput, *, masked: bool = False) -> PendingStep: ...
 
     def swap_out(self, block_ids: Sequence[int]) -> SwapHandle: ...
 
@@ -71,6 +73,7 @@ class EngineCore:
     def __init__(
         self,
         runner: Runner,
+        grammars: Grammars,
         *,
         vocab_size: int,
         eos_ids: frozenset[int],
@@ -112,6 +115,8 @@ class EngineCore:
             },
             compile_counts=compiles.counts,
         )
+        self.grammars = grammars
+        self._constraints = Constraints(grammars, vocab_size)
         self._eos_ids = eos_ids
         self._depth = plan.async_depth
         self._pending: deque[_Submitted] = deque()
@@ -135,10 +140,13 @@ class EngineCore:
         cls, config: EngineConfig, directory: Path, progress: Callable[[str], None], model_name: str = ""
     ) -> EngineCore:
         """Load and compile; raises ``CheckpointError`` or ``ValueError``, one line each, for what the user can mend."""
+        tokenizer = config.tokenizer or directory
+        grammars = Grammars(lambda: Tokenizer.load(tokenizer), load_model_config(directory).vocab_size)
         runner = ModelRunner(config, directory, progress)
         model = runner.model_config
         return cls(
             runner,
+            grammars,
             vocab_size=model.vocab_size,
             eos_ids=model.eos_token_ids,
             model_name=model_name or config.model,
@@ -166,6 +174,7 @@ class EngineCore:
             raise RequestError(f"max_tokens must be between 1 and {max_tokens}", param="max_tokens")
         request = Request.create(item, client=client, eos_ids=self._eos_ids, order=self._arrivals)
         self.scheduler.add(request)
+        self._constraints.add(request)
         self._arrivals += 1
         if item.deadline is not None:
             heappush(self._deadlines, (item.deadline, item.request_id))
@@ -206,7 +215,8 @@ class EngineCore:
 
     def step(self) -> list[ClientOutput]:
         """Submit steps up to the asynchronous depth, collect the oldest, and return what it gave."""
-        expired = self._expire() if self._deadlines else []
+        ended = self._expire() if self._deadlines else []
+        ended += self._release()
         while len(self._pending) < self._depth:
             start = time.monotonic()
             schedule = self.scheduler.schedule()
@@ -215,18 +225,35 @@ class EngineCore:
             now = time.monotonic()
             self._mark_admitted(schedule, now)
             self._swap(schedule)
-            step = self.runner.submit(schedule)
+            step = self.runner.submit(schedule, masked=self._constraints.bind(schedule))
             self._pending.append(_Submitted(step, now, now - start, time.monotonic() - now))
+            self._sample_first()
         if not self._pending:
             self._check_stalled()
-            return expired
+            return ended
         start = time.monotonic()
         # Waited for before it is taken from the queue: an interrupt while waiting loses nothing.
         results = self._pending[0].step.result().rows
         now = time.monotonic()
         outputs = self._collect(self._pending.popleft(), results, now, now - start)
+        self._sample_first()
         self._publish()
-        return expired + outputs
+        return ended + outputs
+
+    def _sample_first(self) -> None:
+        """A masked step is sampled when those before it were collected: their tokens say what may come next. On the
+        device its first half runs meanwhile."""
+        if self._pending and not self._pending[0].step.is_sampled:
+            step = self._pending[0].step
+            step.sample(self._constraints.mask(step.schedule.rows))
+
+    def _release(self) -> list[ClientOutput]:
+        """Lets requests go whose grammars are there, and ends those that get none."""
+        outputs = []
+        for request, error in self._constraints.release():
+            self._finish(request, FinishReason.ERROR, 0)
+            outputs.append(ClientOutput(request.client, ending(request, error=error)))
+        return outputs
 
     def _swap(self, schedule: SchedulerOutput) -> None:
         for swap in schedule.swap_out:
@@ -236,7 +263,7 @@ class EngineCore:
 
     def _check_stalled(self) -> None:
         """Requests wait, and nothing is in flight whose end could change anything: that must not happen."""
-        if not self.scheduler.waiting:
+        if not self.scheduler.waiting or self._constraints.wait():
             return
         if not self.stalled:
             logger.error("no request can be admitted, and nothing runs: %s", self.scheduler.why_waiting())
@@ -286,6 +313,10 @@ class EngineCore:
                 self._count_finished(request, request.num_output_tokens)
                 finished.append(request.request_id)
             outputs.append(ClientOutput(request.client, new_tokens(request, item, row, tokens)))
+            if request.sampling.structured and self._constraints.advance(request, tokens):
+                self._finish(request, FinishReason.STOP, request.num_output_tokens)
+                outputs.append(ClientOutput(request.client, ending(request)))
+                finished.append(request.request_id)
         self.stalled = False
         self._record(submitted, now, wait_seconds, finished, counted)
         return outputs
@@ -317,6 +348,7 @@ class EngineCore:
         self.metrics.finished(request, output_tokens)
         self.throughput.finished(output_tokens)
         self._swapped.pop(request.request_id, None)
+        self._constraints.forget(request.request_id)
         group = self._groups[request.group]
         group.remove(request.request_id)
         if not group:
@@ -327,27 +359,15 @@ class EngineCore:
     ) -> None:
         schedule = submitted.step.schedule
         compiled, self._compiled = compiles.total() - self._compiled, compiles.total()
-        event = StepEvent(
+        event = step_event(
+            schedule,
+            submitted.step.bucket,
             submitted=submitted.time,
             collected=now,
             schedule_seconds=submitted.schedule_seconds,
             submit_seconds=submitted.submit_seconds,
             wait_seconds=wait_seconds,
-            bucket=str(submitted.step.bucket),
             compiled=compiled,
-            decode_requests=tuple(r.request_id for r in schedule.decode),
-            prefill_requests=tuple(r.request_id for r in schedule.prefill),
-            prefill_tokens=tuple(len(r.token_ids) for r in schedule.prefill),
-            num_tokens=schedule.num_tokens,
-            padded_tokens=submitted.step.bucket.tokens,
-            admitted=schedule.admitted,
-            preempted=schedule.preempted,
-            swapped_out=tuple(swap.request_id for swap in schedule.swap_out),
-            swapped_in=tuple(swap.request_id for swap in schedule.swap_in),
-            swapped_blocks=(_num_blocks(schedule.swap_out), _num_blocks(schedule.swap_in)),
-            queried_tokens=schedule.queried_tokens,
-            cached_tokens=schedule.cached_tokens,
-            num_evicted=schedule.num_evicted,
             finished=tuple(finished),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
@@ -364,8 +384,7 @@ class EngineCore:
         busy = event.collected - max(event.submitted, self._last_collected)
         self._last_collected = event.collected
         if swap is not None and event.kind != "decode":
-            cost = busy / event.num_tokens
-            swap.seconds_per_token += (cost - swap.seconds_per_token) * (COST_WEIGHT if swap.seconds_per_token else 1)
+            swap.learn(busy / event.num_tokens)
 
     def _publish(self) -> None:
         """Tell the metrics how things stand."""
@@ -373,7 +392,3 @@ class EngineCore:
         self.metrics.generated(self._generated)
         self._generated = 0
         self.metrics.gauges(len(scheduler.running), len(scheduler.waiting), scheduler.kv.usage)
-
-
-def _num_blocks(swaps: Iterable[Swap]) -> int:
-    return sum(len(swap.block_ids) for swap in swaps)

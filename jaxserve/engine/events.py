@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
+
+from jaxserve.runner.buckets import Bucket
+from jaxserve.scheduling.schedule import SchedulerOutput, Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,31 @@ class StepEvent:
         if not self.prefill_requests:
             return "decode"
         return "mixed" if self.decode_requests else "prefill"
+
+
+def step_event(schedule: SchedulerOutput, bucket: Bucket, **measured: Any) -> StepEvent:
+    """The record of a step: what it computed, and the fields that only who ran it knows."""
+    return StepEvent(
+        bucket=str(bucket),
+        decode_requests=tuple(r.request_id for r in schedule.decode),
+        prefill_requests=tuple(r.request_id for r in schedule.prefill),
+        prefill_tokens=tuple(len(r.token_ids) for r in schedule.prefill),
+        num_tokens=schedule.num_tokens,
+        padded_tokens=bucket.tokens,
+        admitted=schedule.admitted,
+        preempted=schedule.preempted,
+        swapped_out=tuple(swap.request_id for swap in schedule.swap_out),
+        swapped_in=tuple(swap.request_id for swap in schedule.swap_in),
+        swapped_blocks=(_num_blocks(schedule.swap_out), _num_blocks(schedule.swap_in)),
+        queried_tokens=schedule.queried_tokens,
+        cached_tokens=schedule.cached_tokens,
+        num_evicted=schedule.num_evicted,
+        **measured,
+    )
+
+
+def _num_blocks(swaps: Iterable[Swap]) -> int:
+    return sum(len(swap.block_ids) for swap in swaps)
 
 
 def to_json(events: Iterable[StepEvent]) -> bytes:

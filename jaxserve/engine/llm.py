@@ -119,6 +119,8 @@ class LLM:
         self, texts: Sequence[str | None], prompts: list[list[int]], params: SamplingParams
     ) -> list[RequestOutput]:
         params = with_bad_words(params, self.tokenizer)
+        if params.structured is not None:
+            self.engine.grammars.compile(params.structured).result()  # raises what is wrong with it
         results: list[RequestOutput] = []
         growing: dict[str, _Growing] = {}
         requests = []

@@ -65,16 +65,30 @@ class PendingStep:
         self,
         schedule: SchedulerOutput,
         bucket: Bucket,
-        result: jax.Array,
+        dispatch: Callable[[np.ndarray | None], jax.Array],
         max_logprobs: int,
     ) -> None:
         self.schedule = schedule
         self.bucket = bucket
-        self._result = result
+        self._dispatch: Callable[[np.ndarray | None], jax.Array] | None = dispatch
+        self._result: jax.Array | None = None
         self._max_logprobs = max_logprobs
+
+    @property
+    def is_sampled(self) -> bool:
+        return self._result is not None
+
+    def sample(self, mask: np.ndarray | None = None) -> None:
+        """Dispatch the step's second half, before any later step is submitted. ``mask``, int32 ``[len(schedule.rows),
+        ceil(V / 32)]``, has a bit for each token that a row may choose, id i in bit i % 32 of word i // 32."""
+        assert self._dispatch is not None, "a step is sampled once"
+        self._result = self._dispatch(mask)
+        self._dispatch = None  # it holds the logits
+        self._result.copy_to_host_async()
 
     def result(self) -> StepOutput:
         """Wait for the step and read it."""
+        assert self._result is not None, "a step is sampled before it is read"
         tokens, logprobs, top_ids, top_logprobs = split_result(np.asarray(self._result), self._max_logprobs)
         rows = []
         for place, (token, item) in enumerate(zip(tokens.tolist(), self.schedule.rows, strict=False)):
@@ -174,16 +188,20 @@ class ModelRunner:
         jax.block_until_ready(self._state)
         self._options, self._no_masks = None, {}  # most servers never need them
 
-    def submit(self, schedule: SchedulerOutput, mask: np.ndarray | None = None) -> PendingStep:
-        """Dispatch one step; returns before it has run. ``mask``, int32 ``[len(schedule.rows), ceil(V / 32)]``, has a
-        bit for each token that a row may choose, id i in bit i % 32 of word i // 32."""
+    def submit(self, schedule: SchedulerOutput, *, masked: bool = False) -> PendingStep:
+        """Dispatch one step; returns before it has run. One that is ``masked`` waits for its ``sample``."""
         bucket = self._bucket(schedule)
         logits, rows = self._forward(schedule, bucket)
         self._load_options(schedule)
-        variant = SamplerVariant.of(schedule, mask is not None)
-        result = self._sample(logits, rows, variant, None if mask is None else self._placed_mask(mask, bucket))
-        result.copy_to_host_async()
-        return PendingStep(schedule, bucket, result, self.plan.max_logprobs)
+        variant = SamplerVariant.of(schedule, masked)
+
+        def dispatch(mask: np.ndarray | None) -> jax.Array:
+            return self._sample(logits, rows, variant, None if mask is None else self._placed_mask(mask, bucket))
+
+        step = PendingStep(schedule, bucket, dispatch, self.plan.max_logprobs)
+        if not masked:
+            step.sample()
+        return step
 
     def _bucket(self, schedule: SchedulerOutput) -> Bucket:
         return self.plan.ladder.choose(len(schedule.decode), schedule.num_prefill_tokens, len(schedule.prefill))

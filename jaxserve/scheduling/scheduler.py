@@ -197,7 +197,7 @@ class Scheduler:
             if not (self._free_slots and draft.budget and draft.prefill_rows):
                 return
             request = self.waiting[place]
-            cached = self._find_cached(request, draft)
+            cached = None if request.is_held else self._find_cached(request, draft)
             if cached is None:
                 place += 1
                 continue

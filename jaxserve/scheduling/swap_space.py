@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+COST_WEIGHT = 0.1
+"""Of a new measurement against all before."""
+
 
 class SwapSpace:
     """Counts blocks; which lies where is the runner's business. Blocks move ``blocks_per_program`` at a time, and take
@@ -21,6 +24,11 @@ class SwapSpace:
         programs = -(-num_blocks // self._blocks_per_program)
         swapping, computing = programs * self._seconds_per_program, num_tokens * self.seconds_per_token
         return self.room(num_blocks) <= self.num_free and swapping < computing
+
+    def learn(self, seconds_per_token: float) -> None:
+        """What a prompt token cost in one step."""
+        weight = COST_WEIGHT if self.seconds_per_token else 1
+        self.seconds_per_token += (seconds_per_token - self.seconds_per_token) * weight
 
     def room(self, num_blocks: int) -> int:
         """Blocks of host memory that so many blocks take."""

@@ -55,6 +55,7 @@ async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context.check_queue()  # before any work is done for it
     body = await read_body(request, CompletionRequest, context)
     sampling = validate.completion_sampling(body, context.config, context.defaults)
+    await check_structured(context, sampling)
     prompts = await off_loop(request, lambda: validate.completion_prompts(body, context.config, context.tokenizer))
     generation = begin(context, "cmpl", body, prompts, sampling, chat=False)
     return await respond(request, context, body, CompletionDialect(generation))
@@ -67,10 +68,12 @@ async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
     body = await read_body(request, ChatRequest, context)
     tools = tool_use(body, context.config)
     sampling = validate.chat_sampling(body, context.config, context.defaults, tools.structured)
+    await check_structured(context, sampling)
     prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer, tools.tools))
     shown = {*tools.special_tokens, *context.reasoning_tags}
     generation = begin(context, "chatcmpl", body, [prompt], sampling, chat=True, shown=shown)
-    return await respond(request, context, body, ChatDialect(generation, make_replies(context, body, tools, prompt)))
+    replies = make_replies(context, body, tools, prompt, sampling)
+    return await respond(request, context, body, ChatDialect(generation, replies))
 
 
 @get("/v1/models", guards=[serving])
@@ -129,6 +132,12 @@ async def off_loop[T](request: Request[Any, Any, Any], work: Callable[[], T]) ->
     return await asyncio.to_thread(work)
 
 
+async def check_structured(context: ServerContext, sampling: SamplingParams) -> None:
+    """Raises ``RequestError`` for a schema or grammar that the engine could not hold an answer to."""
+    if sampling.structured is not None:
+        await asyncio.wrap_future(context.grammars.compile(sampling.structured))
+
+
 def begin(
     context: ServerContext,
     kind: str,
@@ -168,10 +177,10 @@ def begin(
 
 
 def make_replies(
-    context: ServerContext, body: ChatRequest, tools: ToolUse, prompt: Prompt
+    context: ServerContext, body: ChatRequest, tools: ToolUse, prompt: Prompt, sampling: SamplingParams
 ) -> Callable[[], Reply] | None:
-    """How the answers' text is taken apart, None where it is not."""
-    form = context.reasoning
+    """How the answers' text is taken apart, None where it is not. What is held to a grammar has no thoughts."""
+    form = None if sampling.structured else context.reasoning
     prompt_end = context.tokenizer.decode(prompt.token_ids[-PROMPT_END:]) if form else ""
     return reply_maker(tools, form, prompt_end, include_reasoning=body.include_reasoning is not False)
 

@@ -15,7 +15,6 @@ from jaxserve.request import INT64, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_
 from jaxserve.server import schemas
 from jaxserve.server.responses import schemas as responses
 from jaxserve.server.responses.conversion import INCLUDABLE, NEUTRAL
-from jaxserve.server.structured import GUIDED
 from jaxserve.server.tools import NAME
 
 
@@ -139,8 +138,6 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "stop": {**_STOPS, "maxItems": MAX_STOP_STRINGS, "items": {"type": "string", **_STOPS}},
     "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
     "truncate_prompt_tokens": {"minimum": -1},
-    "response_format": {"enum": [None, {"type": "text"}]},
-    **{name: {"const": None} for name in ("structured_outputs", *GUIDED)},
 }
 """What the types do not say: keywords that hold for a property of this name in every request."""
 

@@ -16,7 +16,6 @@ GUIDED: dict[str, Kind] = {
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-MAX_CHARACTERS = 1_000_000
 
 
 def structured_spec(request: GenerationRequest) -> StructuredSpec | None:
@@ -50,8 +49,6 @@ def make_spec(kind: Kind, value: Any, field: str) -> StructuredSpec:
         needed = {"json": "a JSON Schema", "json_object": "true", "choice": "a list of strings"}.get(kind, "a string")
         raise RequestError(f"{field}: {kind} must be {needed}, and not empty.", param=field)
     text = "" if kind == "json_object" else value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    if len(text) > MAX_CHARACTERS:
-        raise RequestError(f"{field} may have at most {MAX_CHARACTERS} characters.", param=field)
     return StructuredSpec(kind=kind, value=text, field=field)
 
 

@@ -178,7 +178,10 @@ def test_a_mask_from_outside(llm):
     mask = np.full((2, -(-model.engine.info.vocab_size // 32)), -1, np.int32)
     mask[1] = 0
     mask[1, 2] = 1 << 5 | -(1 << 31)  # 69 and 95
-    tokens = [row.token_ids for row in runner.submit(SchedulerOutput(prefill=rows), mask).result().rows]
+    step = runner.submit(SchedulerOutput(prefill=rows), masked=True)
+    assert not step.is_sampled
+    step.sample(mask)
+    tokens = [row.token_ids for row in step.result().rows]
     assert tokens[0] == answer(model, max_tokens=1)
     logits = logits_after(model, PROMPT)
     assert tokens[1] == [69 if logits[69] > logits[95] else 95]

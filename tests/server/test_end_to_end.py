@@ -195,6 +195,23 @@ def test_greedy_answers_are_those_of_transformers(client: openai.OpenAI, case: d
     assert answer.finish_reason == case["finish"]
 
 
+def test_so05_a_schema_is_enforced_and_a_bad_one_refused(client: openai.OpenAI) -> None:
+    names = ["北风", "Fjällräv", "🦊"]
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": names}},
+        "required": ["name"],
+        "additionalProperties": False,
+    }
+    fields: dict[str, Any] = {"messages": user("Who?"), "temperature": 1, "seed": 3, "max_tokens": 300}
+    held: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "one", "schema": schema}}
+    answer = both_ways(client, **fields, response_format=held)
+    assert json.loads(answer.text)["name"] in names and answer.finish_reason == "stop"
+    held["json_schema"]["schema"] = {"type": "unknown"}
+    with pytest.raises(openai.BadRequestError, match="unknown"):
+        ask(client, **fields, response_format=held)
+
+
 @BOTH_ROUTES
 def test_choices_of_a_seed_differ_repeat_and_are_counted(client: openai.OpenAI, route: str) -> None:
     fields: dict[str, Any] = {"n": 3, "seed": 7, "temperature": 1.0, "max_tokens": 12}

@@ -31,6 +31,8 @@ SEEDS: list[dict[str, Any]] = [
     {"prompt": [[1, 2], [3]], "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stream_options": None, "max_tokens": 3},
     {"input": [{"role": "user", "content": "x"}], "text": {"format": {"type": "text"}}, "max_output_tokens": 4},
     {"tokens": [1, 2, 3]},
+    {"prompt": "x", "guided_json": {"type": "object", "properties": {"a": {"$ref": "#"}}}, "max_tokens": 3},
+    {"messages": TURNS, "structured_outputs": {"regex": "(a|b){2,3}"}, "max_tokens": 3},
     {"request_id": "resp-1"},
 ]
 PIECES = (

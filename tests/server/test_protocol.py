@@ -593,10 +593,6 @@ def test_messages_that_cannot_be(served: Served, messages: Any, param: str) -> N
 @pytest.mark.parametrize(
     ("field", "value", "neutral"),
     [
-        ("response_format", {"type": "json_object"}, {"type": "text"}),
-        ("structured_outputs", {"regex": "a"}, None),
-        ("guided_json", {}, None),
-        ("guided_choice", ["a"], None),
         ("prompt_logprobs", 0, None),
         ("suffix", "x", None),
         ("prompt_embeds", "x", None),

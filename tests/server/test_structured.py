@@ -1,17 +1,22 @@
-"""Every spelling of structured output comes to one record; until it is enforced, it is refused by name."""
+"""Every spelling of structured output comes to one record, which is checked before it reaches the engine."""
 
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+import jsonschema
 import pytest
 
+from jaxserve.engine.messages import Add
 from jaxserve.request import RequestError, StructuredSpec
 from jaxserve.server.schemas import GenerationRequest
 from jaxserve.server.structured import structured_spec
-from tests.server.calls import BOTH, Body, error_of, post
-from tests.server.conftest import Served
+from jaxserve.tokenizer import Tokenizer
+from tests.server.calls import BOTH, CHAT, Body, both_ways, error_of, ok, post
+from tests.server.conftest import Served, serve
+from tests.server.obedient import obedient
 
 SCHEMA = {"type": "object", "properties": {"größe": {"enum": ["Fjällräv"]}}}
 
@@ -59,7 +64,6 @@ def test_nothing_asked_for(fields: Body) -> None:
         {"guided_regex": ""},
         {"guided_choice": []},
         {"guided_choice": [""]},
-        {"guided_grammar": "x" * 2_000_000},
     ],
 )
 def test_what_cannot_be_names_the_field(fields: Body) -> None:
@@ -74,8 +78,92 @@ def test_one_of_them_only() -> None:
         structured_spec(GenerationRequest(response_format={"type": "json_object"}, guided_regex="a"))
 
 
+@pytest.fixture
+def obeying(served: Served) -> Served:
+    """Its engine answers with what the grammar of a request allows."""
+    served.engine.script = obedient(served.tokenizer, served.eos_id)
+    return served
+
+
+ADDRESS = {
+    "type": "object",
+    "properties": {
+        "größe": {"enum": ["Fjällräv", "北风", "🦊"]},
+        "names": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["größe", "names"],
+    "additionalProperties": False,
+}
+
+
+def is_address(text: str) -> bool:
+    return jsonschema.Draft202012Validator(ADDRESS).is_valid(json.loads(text))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("fields", "fits"),
+    [
+        ({"response_format": {"type": "json_object"}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": ADDRESS}}}, is_address),
+        ({"structured_outputs": {"json": ADDRESS}}, is_address),
+        ({"structured_outputs": {"json_object": True}}, lambda text: isinstance(json.loads(text), dict)),
+        ({"structured_outputs": {"regex": "[äb]{3}"}}, re.compile("[äb]{3}").fullmatch),
+        ({"structured_outputs": {"choice": ["yes", "北风"]}}, lambda text: text in ("yes", "北风")),
+        ({"structured_outputs": {"grammar": 'start: "x" /[0-9]{2}/'}}, re.compile("x[0-9]{2}").fullmatch),
+        ({"guided_json": ADDRESS}, is_address),
+        ({"guided_json": json.dumps(ADDRESS)}, is_address),
+        ({"guided_regex": "[äb]{3}"}, re.compile("[äb]{3}").fullmatch),
+        ({"guided_choice": ["yes", "🦊"]}, lambda text: text in ("yes", "🦊")),
+        ({"guided_grammar": 'root ::= "x" [0-9]'}, re.compile("x[0-9]").fullmatch),
+    ],
+)  # fmt: skip
+def test_so05_every_spelling_reaches_the_engine(obeying: Served, route: str, fields: Body, fits: Any) -> None:
+    text, reason, _ = both_ways(obeying, route, **fields, max_tokens=200)
+    assert reason == "stop" and fits(text)
+    assert [add.requests[0].sampling.structured for add in obeying.engine.of_kind(Add)] == [
+        structured_spec(GenerationRequest(**fields))
+    ] * 2
+
+
+def test_so05_the_responses_route_too(obeying: Served) -> None:
+    form = {"type": "json_schema", "name": "x", "schema": ADDRESS, "strict": True}
+    body = ok(obeying.http.post("/v1/responses", json={"input": "Hello", "text": {"format": form}}))
+    assert is_address(body["output"][0]["content"][0]["text"])
+    bad = {"input": "Hello", "text": {"format": {**form, "schema": {"type": "nothing"}}}}
+    assert error_of(obeying.http.post("/v1/responses", json=bad))["param"] == "text"
+
+
+@BOTH
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_so09_max_tokens_cuts_the_text_and_says_so(obeying: Served, route: str, count: int) -> None:
+    """Also within a character."""
+    for choices in (["🦊🦊🦊"], ['{"a": 1}' * 3]):
+        text, reason, _ = both_ways(obeying, route, guided_choice=choices, max_tokens=count)
+        assert reason == "length" and choices[0].startswith(text.rstrip("�"))
+
+
 @BOTH
 @pytest.mark.parametrize("streamed", [False, True])
-def test_it_is_refused_until_it_is_enforced(served: Served, route: str, streamed: bool) -> None:
-    error = error_of(post(served, route, guided_choice=["a"], stream=streamed))
-    assert error["param"] == "guided_choice" and error["code"] == "unsupported_parameter"
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"guided_json": {"$ref": "#"}}, "no text can match it"),
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}}, "Invalid type: x"),
+        ({"structured_outputs": {"regex": "(?=a)"}}, "look-around"),
+        ({"guided_grammar": "start: unknown"}, "unknown"),
+        ({"guided_grammar": "x" * 32_001}, "at most 32000 characters"),
+    ],
+)
+def test_so03_what_cannot_be_enforced_never_reaches_the_engine(
+    served: Served, route: str, streamed: bool, fields: Body, reason: str
+) -> None:
+    error = error_of(post(served, route, stream=streamed, **fields))
+    assert error["param"] == next(iter(fields)) and reason in error["message"]
+    assert not served.engine.of_kind(Add)
+
+
+def test_a_held_answer_of_a_reasoning_model_has_no_thoughts(llama_3: Tokenizer) -> None:
+    with serve(llama_3, 518, reasoning_parser="deepseek_r1") as other:
+        other.engine.script = obedient(llama_3, 518)
+        assert both_ways(other, CHAT, response_format={"type": "json_object"}, max_tokens=200)[0].startswith("{")

@@ -17,6 +17,7 @@ from jaxserve.server.tools import calls_schema
 from jaxserve.tokenizer import Tokenizer
 from tests.server.calls import CHAT, USER, Body, error_of, ok, post, stream
 from tests.server.conftest import MODEL, Served, encode_answer, serve
+from tests.server.obedient import obedient
 
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
@@ -203,13 +204,68 @@ def test_tc10_references_are_shown_and_hold(tooled: Served) -> None:
     assert not jsonschema.Draft202012Validator(one).is_valid([{"name": "now", "parameters": {}}] * 2)
 
 
-def test_forced_calls_are_refused_until_they_can_be_enforced(tooled: Served) -> None:
+NESTED: Body = {
+    "type": "function",
+    "function": {
+        "name": "go",
+        "parameters": {
+            "$defs": {
+                "Place": {
+                    "type": "object",
+                    "properties": {"lat": {"type": "integer"}, "near": {"$ref": "#/$defs/Place"}},
+                    "required": ["lat"],
+                    "additionalProperties": False,
+                }
+            },
+            "type": "object",
+            "properties": {"where": {"$ref": "#/$defs/Place"}},
+            "required": ["where"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def check_calls(calls: list[Body], tools: list[Body]) -> None:
+    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+    for call in calls:
+        jsonschema.validate(json.loads(call["arguments"]), schemas[call["name"]])
+
+
+@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize("tools", [TOOLS, [NESTED], [NESTED, TOOLS[0]]], ids=["plain", "with $ref", "both"])
+def test_tc10_a_required_call_is_one_of_the_tools(tooled: Served, tools: list[Body], parallel: bool) -> None:
+    tooled.engine.script = obedient(tooled.tokenizer, 518)
+    fields = {"tools": tools, "tool_choice": "required", "parallel_tool_calls": parallel}
+    message, reason = call_both_ways(tooled, **fields)
+    assert reason == "tool_calls" and message["content"] is None and message["calls"]
+    assert parallel or len(message["calls"]) == 1
+    check_calls(message["calls"], tools)
+
+
+@pytest.mark.parametrize("tool", [*TOOLS, NESTED], ids=lambda tool: tool["function"]["name"])
+def test_tc10_a_named_call_is_that_one(tooled: Served, tool: Body) -> None:
+    tooled.engine.script = obedient(tooled.tokenizer, 518)
+    choice = {"type": "function", "function": {"name": tool["function"]["name"]}}
+    message, reason = call_both_ways(tooled, tools=[*TOOLS, NESTED], tool_choice=choice)
+    assert reason == "tool_calls" and message["content"] is None
+    [call] = message["calls"]
+    assert call["name"] == tool["function"]["name"]
+    check_calls([call], [tool])
+    message, reason = call_both_ways(tooled, tools=[*TOOLS, NESTED], tool_choice=choice, max_tokens=2)
+    assert reason == "length"
+
+
+def test_forced_calls_that_cannot_be(tooled: Served) -> None:
     named = {"type": "function", "function": {"name": "now"}}
-    for choice in ("required", named):
-        error = error_of(post(tooled, CHAT, tools=TOOLS, tool_choice=choice))
-        assert error["param"] == "tool_choice" and "not supported yet" in error["message"]
     error = error_of(post(tooled, CHAT, tools=TOOLS, tool_choice=named, response_format={"type": "json_object"}))
     assert "exclude" in error["message"]
+    odd = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "uniqueItems": True}}}
+    bad = {"type": "function", "function": {"name": "bad", "parameters": {"$ref": "#/$defs/none"}}}
+    for tool in (odd, bad):
+        error = error_of(post(tooled, CHAT, tools=[*TOOLS, tool], tool_choice="required"))
+        assert error["param"] == "tool_choice" and "cannot be used" in error["message"]
+    assert not tooled.engine.of_kind(Add)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,180 @@
+"""Structured output: what an answer's text must match, compiled by llguidance to what may come next.
+
+API processes compile to refuse what cannot be, the engine to know which tokens may come: both by the same code, so that
+nothing reaches the engine that it cannot compile.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
+
+from jaxserve.request import RequestError, StructuredSpec
+from jaxserve.tokenizer import Tokenizer
+
+MAX_CHARACTERS = {"json": 100_000, "choice": 100_000, "grammar": 32_000, "regex": 8_000}
+"""Compiling takes stack in proportion to these and time up to their square, which at these sizes is a few seconds."""
+STACK_BYTES = 256 * 2**20
+"""Of address space. The compiler recurses: 100,000 characters of references to references were seen to take between 8
+and 64 MiB, and without them the process ends."""
+CACHED = 64
+WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Between the parts of JSON. Without a limit, some models never stop."""
+MAX_REASON = 300
+LIMITS = LLParserLimits(verbose_errors=False)
+
+
+class Grammars:
+    """Compiles specifications, one at a time, in a thread of its own; those used last are kept."""
+
+    def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int | None = None) -> None:
+        """``vocab_size``: the model's, where it is not the tokenizer's."""
+        self._cache: OrderedDict[StructuredSpec, LLMatcher] = OrderedDict()
+        self._thread = _deep_thread()
+        # At once, since it may take a second in which no other thread of the process gets on.
+        self._tokenizer = self._thread.submit(lambda: _mask_tokenizer(load_tokenizer(), vocab_size))
+
+    def compile(self, spec: StructuredSpec) -> Future[LLMatcher]:
+        """A matcher at the beginning of an answer. The future raises ``RequestError`` for what cannot be compiled."""
+        return self._thread.submit(self._compile, spec)
+
+    def _compile(self, spec: StructuredSpec) -> LLMatcher:
+        matcher = self._cache.pop(spec, None)
+        if matcher is None:
+            matcher = compile_spec(spec, self._tokenizer.result())
+        self._cache[spec] = matcher
+        if len(self._cache) > CACHED:
+            self._cache.popitem(last=False)
+        return matcher.deep_copy()
+
+
+def compile_spec(spec: StructuredSpec, tokenizer: LLTokenizer) -> LLMatcher:
+    """Raises ``RequestError`` that names the field and the reason."""
+    try:
+        check_size(spec)
+        matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LIMITS)
+    except RequestError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise _refusal(spec, str(error)) from None
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    if matcher.is_error():
+        reason = matcher.get_error()
+        raise _refusal(spec, "no text can match it" if reason.startswith("NoExtension") else reason)
+    return matcher
+
+
+def check_size(spec: StructuredSpec) -> None:
+    """Raises ``RequestError`` for what would take too long to compile."""
+    if spec.kind == "json_object":
+        return
+    limit = MAX_CHARACTERS[spec.kind]
+    if len(spec.value) > limit:
+        raise RequestError(
+            f"{spec.field} ({spec.kind}) may have at most {limit} characters, got {len(spec.value)}.", param=spec.field
+        )
+    if spec.kind == "json" and sum(map(len, _patterns(json.loads(spec.value)))) > MAX_CHARACTERS["regex"]:
+        raise RequestError(
+            f"{spec.field}: the patterns of a schema may have at most {MAX_CHARACTERS['regex']} characters together.",
+            param=spec.field,
+        )
+
+
+def _patterns(schema: Any) -> Iterator[str]:
+    """Regular expressions anywhere in a schema."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _patterns(item)
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key == "pattern" and isinstance(value, str):
+                yield value
+            elif key == "patternProperties" and isinstance(value, dict):
+                yield from value
+            yield from _patterns(value)
+
+
+def _grammar(spec: StructuredSpec) -> str:
+    """In llguidance's own notation; raises ``ValueError``."""
+    match spec.kind:
+        case "json":
+            schema = "{}" if spec.value == "true" else spec.value  # options need an object
+            return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": WHITE_SPACE})
+        case "json_object":
+            return _grammar(StructuredSpec(kind="json", value='{"type": "object"}', field=spec.field))
+        case "choice":
+            # A string of Lark is one of JSON.
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.value))
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+        case "regex":
+            return LLMatcher.grammar_from_regex(spec.value)
+        case "grammar":
+            return grammar_from("grammar", spec.value)
+
+
+def _refusal(spec: StructuredSpec, reason: str) -> RequestError:
+    what = "JSON Schema" if spec.kind == "json" else spec.kind
+    reason = " ".join(reason.replace("<non-verbose/>", "").split()) or "it nests too deeply"
+    if len(reason) > MAX_REASON:
+        reason = reason[:MAX_REASON] + "…"
+    return RequestError(f"{spec.field}: the {what} cannot be used: {reason}.", param=spec.field)
+
+
+def _deep_thread() -> ThreadPoolExecutor:
+    """One thread with a large stack."""
+    before = threading.stack_size(STACK_BYTES)
+    try:
+        pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        pool.submit(int).result()  # only now it has its thread
+        return pool
+    finally:
+        threading.stack_size(before)
+
+
+class _Vocabulary:
+    """A model's tokens in the form that llguidance wants. One more stands for the end of an answer, since which tokens
+    end it is the request's business: its bit is behind those of the model's tokens, and not used."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self.tokens = [*map(tokenizer.token_bytes, range(vocab_size)), b"<end>"]
+        self.eos_token_id = vocab_size
+        self.special_token_ids = [*filter(tokenizer.is_special, range(vocab_size)), vocab_size]
+
+        special = set(self.special_token_ids)
+        self._ids = {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+        self._longest = max(map(len, self._ids), default=0)
+
+    def __call__(self, data: bytes) -> list[int]:
+        """The tokens of text that a grammar leaves no choice about: the tokenizer's own, so that the model sees what it
+        knows, if they stand for this text and nothing else; otherwise the longest that fit, one after the other."""
+        ids = self._tokenizer.encode(data.decode("utf-8", "replace"), add_special_tokens=False)
+        if not any(map(self._tokenizer.is_special, ids)) and b"".join(map(self._tokenizer.token_bytes, ids)) == data:
+            return ids
+        return self._longest_tokens(data)
+
+    def _longest_tokens(self, data: bytes) -> list[int]:
+        ids: list[int] = []
+        start = 0
+        while start < len(data):
+            for end in range(min(len(data), start + self._longest), start, -1):
+                if (token := self._ids.get(data[start:end])) is not None:
+                    ids.append(token)
+                    break
+            else:
+                break  # no token has this byte: nothing can go on here
+            start = end
+        return ids
+
+
+def _mask_tokenizer(tokenizer: Tokenizer, vocab_size: int | None) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(_Vocabulary(tokenizer, vocab_size or tokenizer.vocab_size)))
