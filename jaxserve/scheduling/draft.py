@@ -51,11 +51,12 @@ class Draft:
 
 
 def is_prefill(request: Request, count: int) -> bool:
-    """Whether a request needs a prefill row: for several tokens, or to take its slot."""
-    return count > 1 or request.num_device_blocks == 0
+    """Whether a request needs a prefill row: for several tokens, to take its slot, or for prompt work."""
+    return count > 1 or request.num_device_blocks == 0 or request.num_computed_tokens < request.examined_until
 
 
 def wanted_tokens(request: Request) -> int:
     """Tokens the request could compute now; none if the last token it may have is already in flight."""
     known = len(request.token_ids) + request.num_in_flight
-    return 0 if known >= request.length_limit else known - request.num_computed_tokens
+    # Without a token in flight it is the prompt that is as long as the request may be.
+    return 0 if request.num_in_flight and known >= request.length_limit else known - request.num_computed_tokens

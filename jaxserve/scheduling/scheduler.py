@@ -22,6 +22,7 @@ from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import (
     DEVICE_TOKEN,
     MAX_CACHED_BLOCKS,
+    PromptWork,
     RowOptions,
     RowSampling,
     ScheduledRequest,
@@ -123,7 +124,7 @@ class Scheduler:
         block_size = self.kv.block_size
         for request in tuple(self.running):
             wanted = wanted_tokens(request)
-            if wanted > 1:
+            if wanted > 1 or (wanted and is_prefill(request, wanted)):
                 prompts.append(request)
             elif wanted and draft.budget and request.status is Status.RUNNING:
                 has_room = request.num_computed_tokens < len(request.block_ids) * block_size
@@ -309,7 +310,7 @@ class Scheduler:
         if len(tokens) < count:
             assert count == 1, "only the token that comes next can be on the device alone"
             tokens = [DEVICE_TOKEN]
-        samples = end == request.num_tokens
+        samples = end == request.num_tokens and request.max_tokens > 0
         blocks = self.kv.blocks_for(end)
         item = ScheduledRequest(
             request_id=request.request_id,
@@ -320,6 +321,7 @@ class Scheduler:
             new_blocks=request.block_ids[request.num_device_blocks : blocks],
             wants_logprobs=request.sampling.logprobs is not None,
             sampling=None if request.num_device_blocks else _row_sampling(request),
+            prompt_work=_prompt_work(request, start, end) if start < request.examined_until else None,
         )
         request.num_computed_tokens = end
         request.num_device_blocks = blocks
@@ -395,6 +397,16 @@ def _row_sampling(request: Request) -> RowSampling:
     if request.has_options:
         options = RowOptions(list(request.token_ids), request.prompt_len, request.stop_ids)
     return RowSampling(request.sampling, request.seed, request.choice_index, options)
+
+
+def _prompt_work(request: Request, start: int, end: int) -> PromptWork | None:
+    """What is to be seen of the tokens from ``start`` to ``end`` that nobody has looked at yet."""
+    first, end = max(start, request.num_examined_tokens), min(end, request.examined_until)
+    if first >= end:
+        return None
+    request.num_examined_tokens = end
+    targets = request.token_ids[first + 1 : end + 1] if request.pooling is None else None
+    return PromptWork(first - start, end - first, targets)
 
 
 def _end(request: Request, token: int) -> FinishReason | None:
