@@ -64,7 +64,9 @@ def run(model: LLM, wanted: list[tuple[list[int], SamplingParams, Any]]) -> list
         for prompt, params, pooling in batch:
             number = next(counter)
             [request] = make_requests(f"p{number}", prompt, params, engine.info, pooling=pooling)
-            [other] = make_requests(f"o{number}", prompt[:20], SamplingParams(max_tokens=9, temperature=0), engine.info)
+            [other] = make_requests(
+                f"o{number}", prompt[:20], SamplingParams(max_tokens=30, temperature=0), engine.info
+            )
             ids.append(request.request_id)
             engine.add_request(request)
             engine.add_request(other)
@@ -95,7 +97,7 @@ WAYS = pytest.mark.parametrize(
 
 
 @WAYS
-@pytest.mark.parametrize("max_tokens", [0, 6])
+@pytest.mark.parametrize("max_tokens", [0, 40])
 def test_a_prompt_has_the_logprobs_of_its_lone_run_in_any_batch(llm, changes, preempts, max_tokens):
     """Also where its blocks are cached: the recorded prompt comes twice."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=TOP, ignore_eos=True)
