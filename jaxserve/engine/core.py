@@ -168,6 +168,8 @@ class EngineCore:
         least = 0 if admission.examines_prompt(item) else 1
         if not least <= item.max_tokens <= max_tokens:
             raise RequestError(f"max_tokens must be between {least} and {max_tokens}", param="max_tokens")
+        if item.pooling is not None and (item.max_tokens or item.sampling.prompt_logprobs is not None):
+            raise RequestError("an embedding is computed alone, without tokens or log-probabilities", param="pooling")
         request = Request.create(item, client=client, eos_ids=self._eos_ids, order=self._arrivals)
         self.scheduler.add(request)
         self._arrivals += 1

@@ -131,18 +131,18 @@ class ProgramBuilder:
         check_aliased(compiled, self.options, "the program that loads a row of options")
         return compiled
 
-    def score(self) -> Any:
+    def score(self, *, autotune: bool = True) -> Any:
         """Compile the program that gives log-probabilities of prompt tokens."""
         logits = partial(self._module.logits, config=self._model)
         jitted = jax.jit(partial(prompt_rows.score, logits=logits, max_logprobs=self._plan.max_logprobs))
         rows = self._shape((2, prompt_rows.rows_at_once(self._plan)), np.int32)
-        return jitted.lower(self._params, self.state, rows).compile()
+        return jitted.lower(self._params, self.state, rows).compile(None if autotune else UNTUNED)
 
-    def pool(self) -> Any:
+    def pool(self, *, autotune: bool = True) -> Any:
         """Compile the program that adds hidden states up."""
         jitted = jax.jit(partial(prompt_rows.pool, norm=partial(self._module.final_norm, config=self._model)))
         spans = self._shape((2, self._plan.ladder.max_prefill_rows), np.int32)
-        return jitted.lower(self._params, self.state, spans).compile()
+        return jitted.lower(self._params, self.state, spans).compile(None if autotune else UNTUNED)
 
     def all(self, progress: Progress, *, on_gpu: bool, check: Callable[[], None]) -> Programs:
         """Compile everything, on all cores, with a progress line a program; ``check`` is called before each and raises
@@ -174,8 +174,8 @@ class ProgramBuilder:
             }
             new_options = pool.submit(timed, "empty options", self.new_options)
             load_row = pool.submit(timed, "a row's options", self.load_row)
-            score = pool.submit(timed, "scores of prompt tokens", self.score)
-            pooled = pool.submit(timed, "pooled hidden states", self.pool)
+            score = pool.submit(timed, "scores of prompt tokens", partial(self.score, autotune=not on_gpu))
+            pooled = pool.submit(timed, "pooled hidden states", partial(self.pool, autotune=not on_gpu))
             return Programs(
                 forward={b: forward[b].result() for b in buckets},
                 sample={key: future.result() for key, future in sample.items()},

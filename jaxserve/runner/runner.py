@@ -94,8 +94,10 @@ class PendingStep:
                 rows.append(RowOutput([token]))
         if self._prompts is not None:
             for place, found in self._prompts.results(self.schedule, self._max_logprobs):
-                fault = RowOutput([], FAULTS[NON_FINITE])
-                rows[place] = fault if found is None else msgspec.structs.replace(rows[place], prompt=found)
+                if found is None:
+                    rows[place] = RowOutput([], FAULTS[NON_FINITE])
+                else:
+                    rows[place] = msgspec.structs.replace(rows[place], prompt=found)
         return StepOutput(rows)
 
 
@@ -178,10 +180,11 @@ class ModelRunner:
                 logits, rows = self._forward(padding, bucket)
                 for variant in VARIANTS:
                     self._sample(logits, rows, variant)
-            self._programs.score(
-                self._params, self._state, np.zeros((2, prompt_rows.rows_at_once(self.plan)), np.int32)
-            )
-            self._programs.pool(self._params, self._state, np.zeros((2, self.plan.ladder.max_prefill_rows), np.int32))
+            for program, width in (
+                (self._programs.score, prompt_rows.rows_at_once(self.plan)),
+                (self._programs.pool, self.plan.ladder.max_prefill_rows),
+            ):
+                program(self._params, self._state, np.zeros((2, width), np.int32))
         jax.block_until_ready(self._state)
         self._options, self._no_masks = None, {}  # most servers never need them
 

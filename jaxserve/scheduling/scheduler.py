@@ -16,13 +16,12 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxserve.request import FinishReason, Request, Status
-from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, wanted_tokens
+from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, take_prompt_work, wanted_tokens
 from jaxserve.scheduling.integrity import check_integrity
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import (
     DEVICE_TOKEN,
     MAX_CACHED_BLOCKS,
-    PromptWork,
     RowOptions,
     RowSampling,
     ScheduledRequest,
@@ -321,7 +320,7 @@ class Scheduler:
             new_blocks=request.block_ids[request.num_device_blocks : blocks],
             wants_logprobs=request.sampling.logprobs is not None,
             sampling=None if request.num_device_blocks else _row_sampling(request),
-            prompt_work=_prompt_work(request, start, end) if start < request.examined_until else None,
+            prompt_work=take_prompt_work(request, start, end) if start < request.examined_until else None,
         )
         request.num_computed_tokens = end
         request.num_device_blocks = blocks
@@ -397,16 +396,6 @@ def _row_sampling(request: Request) -> RowSampling:
     if request.has_options:
         options = RowOptions(list(request.token_ids), request.prompt_len, request.stop_ids)
     return RowSampling(request.sampling, request.seed, request.choice_index, options)
-
-
-def _prompt_work(request: Request, start: int, end: int) -> PromptWork | None:
-    """What is to be seen of the tokens from ``start`` to ``end`` that nobody has looked at yet."""
-    first, end = max(start, request.num_examined_tokens), min(end, request.examined_until)
-    if first >= end:
-        return None
-    request.num_examined_tokens = end
-    targets = request.token_ids[first + 1 : end + 1] if request.pooling is None else None
-    return PromptWork(first - start, end - first, targets)
 
 
 def _end(request: Request, token: int) -> FinishReason | None:

@@ -17,6 +17,8 @@ from tests.models.test_reference import DATA, OPTIONS, TOLERANCE, recorded
 
 NAME = "tiny-llama-3.1"
 TOP = 5
+OTHERS = SamplingParams(temperature=0.0, max_tokens=30)
+"""Of requests that only generate."""
 counter = iter(range(10**6))
 
 
@@ -64,9 +66,7 @@ def run(model: LLM, wanted: list[tuple[list[int], SamplingParams, Any]]) -> list
         for prompt, params, pooling in batch:
             number = next(counter)
             [request] = make_requests(f"p{number}", prompt, params, engine.info, pooling=pooling)
-            [other] = make_requests(
-                f"o{number}", prompt[:20], SamplingParams(max_tokens=30, temperature=0), engine.info
-            )
+            [other] = make_requests(f"o{number}", prompt[:20], OTHERS, engine.info)
             ids.append(request.request_id)
             engine.add_request(request)
             engine.add_request(other)
@@ -183,6 +183,33 @@ def test_prompt_logprobs_over_the_cap_are_refused(llm):
         llm(NAME).generate([5, 6], SamplingParams(prompt_logprobs=21))
     with pytest.raises(ValueError, match="prompt_logprobs must not be negative"):
         SamplingParams(prompt_logprobs=-1)
+
+
+@pytest.mark.parametrize("params", [{"max_tokens": 1}, {"max_tokens": 0, "prompt_logprobs": 0}])
+def test_an_embedding_is_asked_for_alone(llm, params):
+    engine = llm(NAME).engine
+    [request] = make_requests("e", [5, 6], SamplingParams(**params), engine.info, pooling="mean")
+    with pytest.raises(RequestError, match="computed alone"):
+        engine.add_request(request)
+    assert not engine.has_work()
+
+
+def test_a_prompt_that_gives_non_finite_values_ends_alone(llm, monkeypatch):
+    """Also where only a token in the middle is broken, and beside one that is not."""
+    model = llm(NAME)
+    embed = model.engine.runner._params["embed"]
+    broken = 400
+    monkeypatch.setitem(model.engine.runner._params, "embed", embed.at[broken].set(np.nan))
+    model.engine.reset_prefix_cache()
+    params = SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=1, ignore_eos=True)
+    good, bad = model.generate([[5, 6, 7], [5, broken, 7]], params)
+    assert good.prompt_logprobs is not None and len(good.outputs[0].tokens) == 2
+    assert bad.prompt_logprobs is None and "non-finite" in (bad.outputs[0].error or "")
+    nothing = SamplingParams(max_tokens=0)
+    outputs = run(model, [([5, 6, 7], nothing, "mean"), ([5, broken, 7], nothing, "mean")])
+    assert outputs[0].embedding is not None and outputs[0].error is None
+    assert outputs[1].embedding is None and "non-finite" in (outputs[1].error or "")
+    model.engine.reset_prefix_cache()
 
 
 def test_no_token_is_generated_only_where_the_prompt_is_asked(llm):
