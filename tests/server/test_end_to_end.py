@@ -472,6 +472,7 @@ def test_metrics_add_up(tiny: Server, client: openai.OpenAI) -> None:
 
 def test_an_echo_has_the_logprobs_that_its_tokens_were_generated_with(client: openai.OpenAI) -> None:
     """Streamed, plain and without a token more; in any of these the prompt's own are the same too."""
+    client = lenient(client)  # its own types do not know the null that the first token has
     prompt = REFERENCE[0]["prompt_ids"]
     fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "logprobs": 2, "echo": True}
     [whole] = client.completions.create(prompt=prompt, max_tokens=12, **fields).choices
