@@ -96,6 +96,7 @@ def _requests(
                 info,
                 group=call_id,
                 priority=body.priority or 0,
+                cache_salt=body.cache_salt,
                 deadline=context.deadline(None),
                 pooling=context.config.pooling,
             )[0]

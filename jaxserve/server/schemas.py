@@ -98,6 +98,7 @@ class TextsRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     priority: int | None = None
+    cache_salt: str | None = None
 
 
 class EmbeddingRequest(TextsRequest, kw_only=True):

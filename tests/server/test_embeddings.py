@@ -90,8 +90,9 @@ def test_a_text_may_fill_the_context_and_be_cut_to_it(served: Served) -> None:
 
 def test_pooling_is_a_flag(llama_3: Tokenizer) -> None:
     with serve(llama_3, 518, pooling="mean") as served:
-        embed(served, "Hello")
-        assert served.engine.of_kind(Add)[0].requests[0].pooling == "mean"
+        embed(served, "Hello", cache_salt="mine", priority=3)
+        [request] = served.engine.of_kind(Add)[0].requests
+        assert (request.pooling, request.cache_salt, request.priority) == ("mean", "mine", 3)
 
 
 @pytest.mark.parametrize(
