@@ -73,7 +73,7 @@ def described_h200(plugin: Path) -> Any:
 
 
 def check_programs(device: Any, layers: int, backends: dict[str, str], dump: Path) -> int:
-    """Compile decode, prefill and sampling programs of the 8B shape; returns the number of failed checks."""
+    """Compile decode, prefill, sampling and prompt programs of the 8B shape; returns the number of failed checks."""
     import numpy as np
     from jax.sharding import Mesh
 
@@ -96,6 +96,8 @@ def check_programs(device: Any, layers: int, backends: dict[str, str], dump: Pat
         failures += report(f"forward {bucket}", dump, lambda b=bucket: builder.forward(b))
     for variant in VARIANTS:
         failures += report(f"sample 256 rows, {variant}", dump, lambda v=variant: builder.sample(256, v), graph=False)
+    failures += report("scores of prompt tokens", dump, builder.score, graph=False)
+    failures += report("pooled hidden states", dump, builder.pool, graph=False)
     return failures
 
 

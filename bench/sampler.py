@@ -75,7 +75,8 @@ def make_state(count: int, vocab: int, case: Case) -> tuple[BatchState, OptionsS
     ids = np.random.default_rng(0).integers(0, vocab, 1100).tolist()
     options = RowOptions(ids, 1000, frozenset())
     words = [sampling_words(RowSampling(sampling, seed, 0)) for seed in range(count + 1)]
-    state = BatchState(jnp.zeros((1, count + 1, 1), jnp.int32), jnp.zeros(count + 1, jnp.int32), jnp.asarray(words))
+    tables, last_tokens = jnp.zeros((1, count + 1, 1), jnp.int32), jnp.zeros(count + 1, jnp.int32)
+    state = BatchState(tables, last_tokens, jnp.asarray(words), jnp.zeros((1, 1)))
     empty = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), options_shapes(count, vocab))
     [packed] = pack_row(0, sampling, options)
     one = jax.jit(load_row)(empty, packed)

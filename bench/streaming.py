@@ -72,7 +72,12 @@ def api_process(directory: Path, step: float) -> Iterator[tuple[str, psutil.Proc
     tokenizer = Tokenizer.load(directory)
     words = [i for i in range(tokenizer.vocab_size) if tokenizer.token_bytes(i).isalpha()]
     info = ModelInfo(
-        vocab_size=tokenizer.vocab_size, max_model_len=4096, max_kv_tokens=1 << 24, max_logprobs=20, version="0"
+        vocab_size=tokenizer.vocab_size,
+        max_model_len=4096,
+        max_kv_tokens=1 << 24,
+        max_logprobs=20,
+        hidden_size=64,
+        version="0",
     )
     config = ServerConfig(engine=EngineConfig(model=str(directory)), served_model_name=("tiny",), log_level="warning")
     with contextlib.ExitStack() as stack:

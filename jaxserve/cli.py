@@ -140,6 +140,7 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
         "--reasoning-parser", metavar="NAME",
         help="how the model marks its thoughts: deepseek_r1, qwen3, or its own tags as START...END",
     )  # fmt: skip
+    group.add_argument("--pooling", choices=options.POOLINGS, help="which hidden states make an embedding [last]")
     group.add_argument(
         "--enable-force-include-usage", action="store_true", help="streams end with usage, asked for or not"
     )

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import msgspec
+
+from jaxserve.request import Pooling
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "triton", "mosaic_gpu")
@@ -15,6 +17,7 @@ LINEAR_BACKENDS = ("auto", "reference", "triton")
 LOAD_FORMATS = ("safetensors", "dummy")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 TOOL_PARSERS = ("hermes", "llama3_json", "mistral", "pythonic")
+POOLINGS = get_args(Pooling)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 MAX_API_SERVERS = 64
 
@@ -143,6 +146,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     tool_call_parser: str | None = None
     reasoning_parser: str | None = None
     """How the model marks its thoughts: a known name, or START...END."""
+    pooling: Pooling = "last"
+    """Which hidden states make an embedding."""
     enable_force_include_usage: bool = False
     """Streams end with a usage chunk, asked for or not."""
     enable_per_request_metrics: bool = False
@@ -157,6 +162,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         _choice("--log-level", self.log_level, LOG_LEVELS)
+        _choice("--pooling", self.pooling, POOLINGS)
         if self.tool_call_parser is not None:
             _choice("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
         elif self.enable_auto_tool_choice:

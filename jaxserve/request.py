@@ -8,7 +8,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from math import isfinite
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -95,6 +95,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: int | None = None
     """Log-probabilities of the chosen token and of this many likeliest ones; None: none at all."""
+    prompt_logprobs: int | None = None
+    """Likewise of the prompt's tokens, but for the first, which follows nothing."""
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     structured: StructuredSpec | None = None
@@ -116,6 +118,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError(f"max_tokens must not be negative, got {self.max_tokens}")
         if self.logprobs is not None and self.logprobs < 0:
             raise ValueError(f"logprobs must not be negative, got {self.logprobs}")
+        if self.prompt_logprobs is not None and self.prompt_logprobs < 0:
+            raise ValueError(f"prompt_logprobs must not be negative, got {self.prompt_logprobs}")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise ValueError(f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}")
         if any(not 0 < len(s) <= MAX_STOP_LENGTH for s in self.stop):
@@ -162,6 +166,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature == 0.0
 
 
+Pooling = Literal["last", "mean"]
+"""What stands for a whole text: the last token's hidden state, or the mean of all."""
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """One answer to generate, as a client hands it to the engine (``n`` answers are ``n`` of these)."""
 
@@ -170,7 +178,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     max_tokens: int
-    """Resolved: at least 1, and prompt + max_tokens fits the model and the KV pool."""
+    """Resolved: prompt + max_tokens fits the model and the KV pool; 0 only for what the prompt itself tells."""
     seed: int
     """Resolved: the caller's, or fresh random bits."""
     choice_index: int = 0
@@ -184,6 +192,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Cached blocks are shared only between requests of the same salt."""
     deadline: float | None = None
     """``time.monotonic()`` at which the answer ends with what it has by then."""
+    pooling: Pooling | None = None
+    """The prompt's embedding is wanted, pooled like this; max_tokens is 0 then."""
 
 
 def fresh_seed() -> int:
@@ -245,8 +255,15 @@ class Request:
     cache_salt: str | None = None
     is_held: bool = False
     """Not to be admitted yet: what its answer must match is not compiled."""
+    pooling: Pooling | None = None
     takes_cached_blocks: bool = True
     """False for one that wants to know something of every prompt token, so that all must be computed."""
+    examined_until: int = field(init=False, default=0)
+    """Tokens at which those end whose hidden states are looked at, for log-probabilities or an embedding."""
+    num_examined_tokens: int = field(init=False, default=0)
+    """How many of these need no look, or had it in a step already submitted. A preemption changes nothing here."""
+    prompt_results: list[Any] = field(default_factory=list)
+    """What the steps saw, in the tokens' order, until the request's first output."""
     rank: tuple[float, int] = (0.0, 0)
     """The scheduler's order: the lowest is admitted first and preempted last."""
 
@@ -284,6 +301,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.length_limit = self.prompt_len + self.max_tokens
+        if self.pooling is not None:
+            self.examined_until = self.prompt_len
+            self.num_examined_tokens = self.prompt_len - 1 if self.pooling == "last" else 0
+        elif self.sampling.prompt_logprobs is not None:
+            self.examined_until = self.prompt_len - 1
 
     @property
     def num_tokens(self) -> int:
@@ -318,4 +340,6 @@ class Request:
             group=item.group,
             priority=item.priority,
             cache_salt=item.cache_salt,
+            pooling=item.pooling,
+            takes_cached_blocks=item.sampling.prompt_logprobs is None and item.pooling != "mean",
         )

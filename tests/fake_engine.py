@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 import tempfile
 import threading
 import time
@@ -22,6 +24,7 @@ from jaxserve.engine.messages import (
     Load,
     ModelInfo,
     Outputs,
+    PromptLogprobs,
     Ready,
     Reply,
     Timings,
@@ -164,8 +167,11 @@ class _Answer:
         self._begin = time.monotonic()
 
     def next_output(self) -> TokenOutput:
-        token = next(self._tokens)
         request_id = self._request.request_id
+        if self._request.max_tokens == 0:
+            prompt = {"prompt_logprobs": self._prompt_logprobs(), "embedding": self._embedding()}
+            return TokenOutput(request_id, [], finish_reason="length", timings=self._timings(), **prompt)
+        token = next(self._tokens)
         if isinstance(token, Exception):
             return TokenOutput(request_id, [], finish_reason="error", error=str(token))
         self._count += 1
@@ -181,13 +187,31 @@ class _Answer:
             finish_reason=reason,
             stop_reason=token if token in self._stop_ids else None,
             timings=self._timings() if reason or self._count == 1 else None,
+            prompt_logprobs=self._prompt_logprobs() if self._count == 1 else None,
         )
 
     def _timings(self) -> Timings:
         now = time.monotonic()
-        if self._count == 1:
+        if self._count <= 1:
             self._first_token = now
         return Timings(self._request.arrival_time, self._begin, self._first_token, now)
+
+    def _prompt_logprobs(self) -> list[PromptLogprobs] | None:
+        """The token of id i has -i / 1000, and rank 3."""
+        wanted = self._request.sampling.prompt_logprobs
+        if wanted is None:
+            return None
+        tops = [-0.25 - number for number in range(wanted)]
+        return [
+            PromptLogprobs(-token / 1000, 3, list(range(wanted)), tops) for token in self._request.prompt_token_ids[1:]
+        ]
+
+    def _embedding(self) -> bytes | None:
+        """Of length 1, with the prompt's length in it."""
+        if self._request.pooling is None:
+            return None
+        angle = len(self._request.prompt_token_ids) / 10
+        return struct.pack("<4f", math.cos(angle), math.sin(angle), 0, 0)
 
     def _logprobs(self, token: int) -> list[TokenLogprobs] | None:
         wanted = self._request.sampling.logprobs

@@ -40,6 +40,10 @@ def test_flags_that_are_refused_by_name(argv: list[str], reason: str, capsys: py
     assert caught.value.code == 2 and argv[0] in error and reason in error
 
 
+def test_pooling() -> None:
+    assert config_of().pooling == "last" and config_of("--pooling", "mean").pooling == "mean"
+
+
 def test_flags_that_change_nothing_are_taken() -> None:
     assert config_of("--disable-log-requests", "--enable-chunked-prefill", "--kv-cache-dtype", "auto")
 

@@ -16,7 +16,7 @@ from jaxserve.engine.messages import Abort, Finish, ModelInfo
 from jaxserve.request import EngineRequest, SamplingParams
 from tests.fake_engine import FakeEngine
 
-INFO = ModelInfo(vocab_size=100, max_model_len=100, max_kv_tokens=100, max_logprobs=20, version="0")
+INFO = ModelInfo(vocab_size=100, max_model_len=100, max_kv_tokens=100, max_logprobs=20, hidden_size=4, version="0")
 
 
 def request(name: str, max_tokens: int = 5) -> EngineRequest:

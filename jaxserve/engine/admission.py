@@ -9,7 +9,7 @@ from itertools import chain
 from math import ceil
 
 from jaxserve.engine.messages import Load, ModelInfo
-from jaxserve.request import EngineRequest, RequestError, SamplingParams, fresh_seed
+from jaxserve.request import EngineRequest, Pooling, RequestError, SamplingParams, fresh_seed
 
 REFUSAL_REASONS = ("queued_reqs", "queued_tokens", "deadline")
 MAX_RETRY_AFTER = 600
@@ -17,14 +17,14 @@ MAX_PRIORITY = 1000
 """Either way; waiting makes up for it, and with more it would take too long."""
 
 
-def room(prompt_len: int, info: ModelInfo) -> int:
-    """Tokens that may follow a prompt of this length; raises ``RequestError`` if not even one may."""
+def room(prompt_len: int, info: ModelInfo, least: int = 1) -> int:
+    """Tokens that may follow a prompt of this length; raises ``RequestError`` if they are fewer than ``least``."""
     limit = min(info.max_model_len, info.max_kv_tokens)
-    if prompt_len >= limit:
+    if prompt_len + least > limit:
         what = "context length" if limit == info.max_model_len else "KV cache capacity"
+        needed = "; at least one token of room is needed for the answer." if least else "."
         raise RequestError(
-            f"This model's maximum {what} is {limit} tokens, but the prompt has {prompt_len} tokens;"
-            " at least one token of room is needed for the answer.",
+            f"This model's maximum {what} is {limit} tokens, but the prompt has {prompt_len} tokens{needed}",
             param="messages",
             code="context_length_exceeded",
         )
@@ -51,12 +51,12 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
                 raise RequestError(f"{name} holds {token}, which is not in [0, {info.vocab_size}).", param=name)
     if sampling.bad_words and not sampling.bad_words_token_ids:
         raise RequestError("bad_words must be split into tokens before (with_bad_words).", param="bad_words")
-    if sampling.logprobs is not None and sampling.logprobs > info.max_logprobs:
-        raise RequestError(
-            f"logprobs may ask for at most {info.max_logprobs} tokens, got {sampling.logprobs}.",
-            param="logprobs",
-        )
-    available = room(len(prompt_token_ids), info)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(sampling, name) or 0) > info.max_logprobs:
+            raise RequestError(
+                f"{name} may ask for at most {info.max_logprobs} tokens, got {getattr(sampling, name)}.", param=name
+            )
+    available = room(len(prompt_token_ids), info, 0 if sampling.max_tokens == 0 else 1)
     if sampling.max_tokens is None:
         if sampling.min_tokens > available:
             raise RequestError(
@@ -75,6 +75,11 @@ def check(prompt_token_ids: Sequence[int], sampling: SamplingParams, info: Model
             code="context_length_exceeded",
         )
     return sampling.max_tokens
+
+
+def examines_prompt(item: EngineRequest) -> bool:
+    """Whether the prompt itself has something to tell, so that nothing need be generated."""
+    return item.sampling.prompt_logprobs is not None or item.pooling is not None
 
 
 def _check_priority(priority: int) -> None:
@@ -132,10 +137,12 @@ def make_requests(
     priority: int = 0,
     cache_salt: str | None = None,
     deadline: float | None = None,
+    pooling: Pooling | None = None,
 ) -> list[EngineRequest]:
     """``sampling.n`` engine requests, ids ``REQUEST_ID-0`` …; one seed, told apart by their choice index.
 
-    Raises ``RequestError``. max_tokens 0 needs no engine: callers answer it themselves after ``check``.
+    Raises ``RequestError``. With max_tokens 0 the engine takes only what ``examines_prompt``; callers answer the rest
+    themselves after ``check``.
     """
     max_tokens = check(prompt_token_ids, sampling, info)
     _check_priority(priority)
@@ -154,6 +161,7 @@ def make_requests(
             priority=priority,
             cache_salt=cache_salt,
             deadline=deadline,
+            pooling=pooling,
         )
         for index in range(sampling.n)
     ]

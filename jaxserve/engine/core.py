@@ -76,6 +76,7 @@ class EngineCore:
         grammars: Grammars,
         *,
         vocab_size: int,
+        hidden_size: int,
         eos_ids: frozenset[int],
         model_name: str = "",
         startup_seconds: dict[str, float] | None = None,
@@ -99,6 +100,7 @@ class EngineCore:
             max_model_len=min(plan.max_model_len, max_kv_tokens) if plan.fit_model_len else plan.max_model_len,
             max_kv_tokens=max_kv_tokens,
             max_logprobs=plan.max_logprobs,
+            hidden_size=hidden_size,
             version=jaxserve.__version__,
         )
         self.events: deque[StepEvent] = deque(maxlen=EVENTS_KEPT)
@@ -148,6 +150,7 @@ class EngineCore:
             runner,
             grammars,
             vocab_size=model.vocab_size,
+            hidden_size=model.hidden_size,
             eos_ids=model.eos_token_ids,
             model_name=model_name or config.model,
             startup_seconds=runner.startup_seconds,
@@ -170,8 +173,11 @@ class EngineCore:
     def add_request(self, item: EngineRequest, client: bytes = b"") -> None:
         """Queue a request. Raises ``ValueError`` (``RequestError``) for one that can never be served."""
         max_tokens = admission.check(item.prompt_token_ids, item.sampling, self.info)
-        if not 1 <= item.max_tokens <= max_tokens:
-            raise RequestError(f"max_tokens must be between 1 and {max_tokens}", param="max_tokens")
+        least = 0 if admission.examines_prompt(item) else 1
+        if not least <= item.max_tokens <= max_tokens:
+            raise RequestError(f"max_tokens must be between {least} and {max_tokens}", param="max_tokens")
+        if item.pooling is not None and (item.max_tokens or item.sampling.prompt_logprobs is not None):
+            raise RequestError("an embedding is computed alone, without tokens or log-probabilities", param="pooling")
         request = Request.create(item, client=client, eos_ids=self._eos_ids, order=self._arrivals)
         self.scheduler.add(request)
         self._constraints.add(request)
@@ -306,7 +312,11 @@ class EngineCore:
                 self._finish(request, FinishReason.ERROR, request.num_output_tokens)
                 outputs.append(ClientOutput(request.client, ending(request, error=row.fault)))
                 finished.append(request.request_id)
-            if not tokens:
+            if row.prompt is not None:
+                request.prompt_results.append(row.prompt)
+            if not request.max_tokens and item.seq_len == request.prompt_len and request.status is not Status.FINISHED:
+                self.scheduler.finish(request, FinishReason.LENGTH)
+            elif not tokens:
                 continue
             counted += self._count_tokens(request, len(tokens), now)
             if request.status is Status.FINISHED:

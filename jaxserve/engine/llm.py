@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from jaxserve.config import EngineConfig
 from jaxserve.demo import demo_model_directory
@@ -20,9 +21,9 @@ from jaxserve.engine.admission import make_requests
 from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.defaults import sampling_defaults
-from jaxserve.engine.messages import TokenOutput
+from jaxserve.engine.messages import PromptLogprobs, TokenOutput
 from jaxserve.engine.output import ChoiceOutput, Token
-from jaxserve.request import SamplingParams, seed_source
+from jaxserve.request import EngineRequest, Pooling, SamplingParams, seed_source
 from jaxserve.runner import backend, compiles
 from jaxserve.tokenizer import Tokenizer
 
@@ -56,6 +57,8 @@ class RequestOutput:
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Of all prompt tokens but the first, where ``SamplingParams.prompt_logprobs`` asks for them."""
 
 
 class LLM:
@@ -98,10 +101,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Complete prompts, given as text or as token ids, in their order. Raises ``ValueError`` before anything runs
         if one of them can never be served."""
-        several: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        texts = [p if isinstance(p, str) else None for p in several]
-        ids = [self.tokenizer.encode(p) if isinstance(p, str) else list(p) for p in several]
-        return self._run(texts, ids, sampling_params or self.default_sampling_params())
+        return self._run(self._encoded(prompts), sampling_params or self.default_sampling_params())
 
     def chat(
         self,
@@ -111,39 +111,66 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages) or several, through the model's chat template."""
         several = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
-        ids = [self.tokenizer.encode_chat(list(messages), **template_options) for messages in several]  # type: ignore[arg-type]
+        prompts = [(None, self.tokenizer.encode_chat(list(messages), **template_options)) for messages in several]  # type: ignore[arg-type]
         params = sampling_params or self.default_sampling_params(max_tokens=None)
-        return self._run([None] * len(ids), ids, params)
+        return self._run(prompts, params)
 
-    def _run(
-        self, texts: Sequence[str | None], prompts: list[list[int]], params: SamplingParams
-    ) -> list[RequestOutput]:
+    def embed(self, prompts: Prompt | Sequence[Prompt], pooling: Pooling = "last") -> list[np.ndarray]:
+        """Embeddings of texts, given as text or as token ids: pooled hidden states of length 1, float32 ``[D]`` each.
+        Raises ``ValueError`` before anything runs if one of them can never be served."""
+        params = SamplingParams(max_tokens=0)
+        requests = [
+            make_requests(f"offline-{next(self._ids)}", ids, params, self.engine.info, pooling=pooling)[0]
+            for _, ids in self._encoded(prompts)
+        ]
+        outputs: dict[str, TokenOutput | None] = {request.request_id: None for request in requests}
+
+        def take(output: TokenOutput) -> None:
+            if output.request_id in outputs:
+                outputs[output.request_id] = output
+
+        self._step_through(requests, take, lambda: None in outputs.values())
+        return [_vector(output) for output in outputs.values() if output is not None]
+
+    def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, list[int]]]:
+        """Each prompt's text, where it is one, and its ids."""
+        several: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
+        return [(p, self.tokenizer.encode(p)) if isinstance(p, str) else (None, list(p)) for p in several]
+
+    def _run(self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
         params = with_bad_words(params, self.tokenizer)
         if params.structured is not None:
             self.engine.grammars.compile(params.structured).result()  # raises what is wrong with it
         results: list[RequestOutput] = []
         growing: dict[str, _Growing] = {}
         requests = []
-        for text, ids in zip(texts, prompts, strict=True):
+        for text, ids in prompts:
             batch = make_requests(
                 f"offline-{next(self._ids)}", ids, params, self.engine.info, draw_seed=self._draw_seed
             )
             answers = [Completion(index) for index in range(len(batch))]
             results.append(RequestOutput(text, ids, answers))
             for request, answer in zip(batch, answers, strict=True):
-                growing[request.request_id] = _Growing(answer, ChoiceOutput(self.tokenizer, params))
+                growing[request.request_id] = _Growing(results[-1], answer, ChoiceOutput(self.tokenizer, params))
             requests += batch
+        self._step_through(requests, lambda output: self._grow(growing, output), lambda: bool(growing))
+        return results
+
+    def _step_through(
+        self, requests: Sequence[EngineRequest], take: Callable[[TokenOutput], None], go_on: Callable[[], bool]
+    ) -> None:
+        """Step these requests to their end; ``take`` is given every output."""
         for request in requests:
             self.engine.add_request(request)
         try:
             with _interrupts_between_steps() as check:
-                while growing:
+                while go_on():
                     for _, output in self.engine.step():
-                        self._grow(growing, output)
+                        take(output)
                     check()
         finally:
-            self.engine.abort(growing)  # an interrupted call leaves nothing behind
-        return results
+            # An interrupted call leaves nothing behind; those that have ended are unknown by now.
+            self.engine.abort([request.request_id for request in requests])
 
     def _grow(self, growing: dict[str, _Growing], output: TokenOutput) -> None:
         item = growing.get(output.request_id)
@@ -156,12 +183,21 @@ class LLM:
             del growing[output.request_id]
 
 
+def _vector(output: TokenOutput) -> np.ndarray:
+    if output.embedding is None:
+        raise RuntimeError(output.error)
+    return np.frombuffer(output.embedding, "<f4")
+
+
 @dataclass
 class _Growing:
+    result: RequestOutput
     answer: Completion
     choice: ChoiceOutput
 
     def feed(self, output: TokenOutput) -> None:
+        if output.prompt_logprobs is not None:
+            self.result.prompt_logprobs = output.prompt_logprobs
         delta = self.choice.feed(output)
         if delta is not None:
             self.answer.text += delta.text

@@ -21,6 +21,16 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top_logprobs: list[float]
 
 
+class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probabilities of one prompt token, given what is before it."""
+
+    logprob: float
+    rank: int
+    """1 for the likeliest."""
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
 class Timings(msgspec.Struct, frozen=True, array_like=True):
     """``time.monotonic()`` marks of one request."""
 
@@ -51,6 +61,10 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """With the first token and with the last."""
     cached_tokens: int = 0
     """Prompt tokens that did not have to be computed: full blocks that an earlier request had left."""
+    prompt_logprobs: list[PromptLogprobs] | None = None
+    """Of all prompt tokens but the first, where they were asked for; in the request's first output."""
+    embedding: bytes | None = None
+    """The pooled hidden states, normalised: float32, little-endian."""
 
 
 # client -> engine
@@ -141,4 +155,6 @@ class ModelInfo(msgspec.Struct, frozen=True, array_like=True):
     max_kv_tokens: int
     """Tokens that the KV pool holds at most, for one request alone."""
     max_logprobs: int
+    hidden_size: int
+    """Numbers in an embedding."""
     version: str

@@ -221,9 +221,14 @@ def _layer(
     return x, product(activated, p["down"], p.get("down_bias")), cache, plan
 
 
+def final_norm(params: Params, hidden: Array, *, config: ModelConfig) -> Array:
+    """Hidden states ``[T, D]`` as the LM head takes them."""
+    return rms_norm(hidden, params["norm"], config.rms_norm_eps)
+
+
 def logits(params: Params, hidden: Array, *, config: ModelConfig, spec: AttentionSpec) -> Array:
     """Float32 logits ``[R, V]`` of hidden states ``[R, D]``."""
-    x = rms_norm(hidden, params["norm"], config.rms_norm_eps)
+    x = final_norm(params, hidden, config=config)
     if config.tie_word_embeddings:
         return linear(x, params["embed"], transposed=True, dtype=jnp.float32)
     return float32_linear(x, params["lm_head"], backend=spec.linear_backend)

@@ -34,6 +34,7 @@ class BatchState(NamedTuple):
     block_tables: Array  # int32 [1, slots + 1, M]; the first axis is the KV cache group
     last_tokens: Array  # int32 [slots + 1], sampled by each slot's latest step
     sampling: Array  # int32 [slots + 1, SAMPLING_WORDS], floats by their bits
+    hidden: Array  # [max_num_batched_tokens, D], hidden states of the latest mixed step's tokens before the last norm
 
     def sampling_rows(self, slots: Array) -> SamplingRows:
         words = self.sampling[slots]
@@ -43,10 +44,11 @@ class BatchState(NamedTuple):
         )
 
 
-def state_shapes(slots: int, table_width: int) -> BatchState:
+def state_shapes(slots: int, table_width: int, hidden: jax.ShapeDtypeStruct) -> BatchState:
     """The state's arrays without memory behind them."""
     shapes = ((1, slots + 1, table_width), (slots + 1,), (slots + 1, SAMPLING_WORDS))
-    return BatchState(*(jax.ShapeDtypeStruct(shape, np.int32) for shape in shapes))  # type: ignore[arg-type]
+    tables, last_tokens, sampling = (jax.ShapeDtypeStruct(shape, np.int32) for shape in shapes)
+    return BatchState(tables, last_tokens, sampling, hidden)  # type: ignore[arg-type]
 
 
 class _Layout(NamedTuple):

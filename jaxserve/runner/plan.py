@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30
 BLOCKS_ROUNDED_TO = 256
+SCORED_AT_ONCE = 256
+"""Prompt tokens whose logits exist at a time, however many are asked for."""
 WORKSPACE_BYTES = 512 << 20
 """Left on a GPU for libraries' workspaces, recorded graphs and fragmentation."""
 NUMPY_DTYPES: dict[str, np.dtype] = {
@@ -197,12 +199,12 @@ def _kv_bytes(config: EngineConfig, device: jax.Device, param_bytes: int, progra
 
 def _program_bytes(plan: Plan, model: ModelConfig) -> int:
     """Device memory that steps take beside parameters and cache, at most: what a layer makes of the largest bucket's
-    tokens, the logits of the steps in flight and a sampler's copies of them, optional sampling state, and what
-    libraries keep."""
+    tokens, their last hidden states, the logits of the steps in flight and a sampler's copies of them (or those of
+    prompt tokens, a slice at a time), optional sampling state, and what libraries keep."""
     qkv = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
-    widths = 3 * model.intermediate_size + 4 * model.hidden_size + 2 * qkv
+    widths = 3 * model.intermediate_size + 5 * model.hidden_size + 2 * qkv
     bucket = plan.ladder.all()[-1]
-    logits = 4 * bucket.rows * model.vocab_size
+    logits = 4 * max(bucket.rows, SCORED_AT_ONCE) * model.vocab_size
     activations = bucket.tokens * widths * plan.dtype.itemsize
     optional = sum(a.size * a.dtype.itemsize for a in options_shapes(plan.max_num_seqs, model.vocab_size))
     return activations + (plan.async_depth + 4) * logits + optional + WORKSPACE_BYTES

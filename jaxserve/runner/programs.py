@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -23,7 +24,7 @@ from jaxserve.models.attention import AttentionSpec
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.kv_cache import KVCache, cache_shapes
 from jaxserve.models.registry import model_module
-from jaxserve.runner import batch, options
+from jaxserve.runner import batch, options, prompt_rows
 from jaxserve.runner.batch import BatchState
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.options import OptionsState
@@ -51,6 +52,10 @@ class Programs:
     """() -> options"""
     load_row: Any
     """(options, packed row) -> options, which are donated."""
+    score: Any
+    """(params, state, rows and targets) -> result, see ``prompt_rows.score``"""
+    pool: Any
+    """(params, state, spans) -> sums, see ``prompt_rows.pool``"""
 
 
 class ProgramBuilder:
@@ -70,7 +75,8 @@ class ProgramBuilder:
         self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
         self.state: BatchState = jax.tree.map(
-            lambda a: self._shape(a.shape, a.dtype), batch.state_shapes(plan.max_num_seqs, plan.table_width)
+            lambda a: self._shape(a.shape, a.dtype),
+            batch.state_shapes(plan.max_num_seqs, plan.table_width, prompt_rows.hidden_shape(plan, model)),
         )
         self.options: OptionsState = jax.tree.map(
             lambda a: self._shape(a.shape, a.dtype), options.options_shapes(plan.max_num_seqs, model.vocab_size)
@@ -92,6 +98,8 @@ class ProgramBuilder:
             hidden, cache = self._module.forward(
                 params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=self._spec
             )
+            if bucket.prefill_rows:
+                state = state._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden, (0, 0)))
             logits = self._module.logits(params, hidden[inputs.wanted], config=self._model, spec=self._spec)
             return cache, state, logits, inputs.rows
 
@@ -141,6 +149,19 @@ class ProgramBuilder:
         check_aliased(compiled, self.options, "the program that loads a row of options")
         return compiled
 
+    def score(self, *, autotune: bool = True) -> Any:
+        """Compile the program that gives log-probabilities of prompt tokens."""
+        logits = partial(self._module.logits, config=self._model, spec=self._spec)
+        jitted = jax.jit(partial(prompt_rows.score, logits=logits, max_logprobs=self._plan.max_logprobs))
+        rows = self._shape((2, prompt_rows.rows_at_once(self._plan)), np.int32)
+        return jitted.lower(self._params, self.state, rows).compile(None if autotune else UNTUNED)
+
+    def pool(self, *, autotune: bool = True) -> Any:
+        """Compile the program that adds hidden states up."""
+        jitted = jax.jit(partial(prompt_rows.pool, norm=partial(self._module.final_norm, config=self._model)))
+        spans = self._shape((2, self._plan.ladder.max_prefill_rows), np.int32)
+        return jitted.lower(self._params, self.state, spans).compile(None if autotune else UNTUNED)
+
     def all(self, progress: Progress, *, on_gpu: bool, check: Callable[[], None]) -> Programs:
         """Compile everything, with a progress line a program; ``check`` is called before each and raises if there is no
         point in going on.
@@ -153,7 +174,7 @@ class ProgramBuilder:
         buckets = self._plan.ladder.all()
         row_sizes = sorted({b.rows for b in buckets})
         samplers = [(rows, v) for rows in row_sizes for v in VARIANTS if v == self._compiled(v)]
-        total = len(buckets) + len(samplers) + 2
+        total = len(buckets) + len(samplers) + 4
         counter = itertools.count(1)
 
         def timed(what: str, compile_one: Callable[[], Any]) -> Any:
@@ -174,11 +195,15 @@ class ProgramBuilder:
             }
             new_options = pool.submit(timed, "empty options", self.new_options)
             load_row = pool.submit(timed, "a row's options", self.load_row)
+            score = pool.submit(timed, "scores of prompt tokens", partial(self.score, autotune=not on_gpu))
+            pooled = pool.submit(timed, "pooled hidden states", partial(self.pool, autotune=not on_gpu))
             return Programs(
                 forward={b: forward[b].result() for b in buckets},
                 sample={(r, v): sample[r, self._compiled(v)].result() for r in row_sizes for v in VARIANTS},
                 new_options=new_options.result(),
                 load_row=load_row.result(),
+                score=score.result(),
+                pool=pooled.result(),
             )
 
     def _worth_tuning(self, bucket: Bucket) -> bool:

@@ -22,12 +22,13 @@ from jaxserve.models.dummy import param_structs, random_params
 from jaxserve.models.kv_cache import bytes_per_block, zeros
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import Checkpoint
-from jaxserve.runner import batch, compiles, options
+from jaxserve.runner import batch, compiles, options, prompt_rows
 from jaxserve.runner.batch import BatchState
 from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.options import OptionsState
 from jaxserve.runner.plan import make_plan, num_blocks
 from jaxserve.runner.programs import ProgramBuilder, Programs
+from jaxserve.runner.prompt_rows import PendingPrompts, PromptResult
 from jaxserve.runner.sampler import FAULTS, NON_FINITE, VARIANTS, Kind, SamplerVariant, split_result
 from jaxserve.runner.swap import SwapHandle, Swapper, reserved_bytes
 from jaxserve.scheduling.schedule import SchedulerOutput
@@ -47,6 +48,8 @@ class RowOutput(msgspec.Struct, frozen=True, gc=False):
     logprob: float | None = None
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
+    prompt: PromptResult | None = None
+    """Where the row has prompt work."""
 
 
 NO_TOKEN = RowOutput([])
@@ -67,12 +70,14 @@ class PendingStep:
         bucket: Bucket,
         dispatch: Callable[[np.ndarray | None], jax.Array],
         max_logprobs: int,
+        prompts: PendingPrompts | None = None,
     ) -> None:
         self.schedule = schedule
         self.bucket = bucket
         self._dispatch: Callable[[np.ndarray | None], jax.Array] | None = dispatch
         self._result: jax.Array | None = None
         self._max_logprobs = max_logprobs
+        self._prompts = prompts
 
     @property
     def is_sampled(self) -> bool:
@@ -101,6 +106,12 @@ class PendingStep:
                 rows.append(RowOutput([token], None, float(logprobs[place]), *top))
             else:
                 rows.append(RowOutput([token]))
+        if self._prompts is not None:
+            for place, found in self._prompts.results(self.schedule, self._max_logprobs):
+                if found is None:
+                    rows[place] = RowOutput([], FAULTS[NON_FINITE])
+                else:
+                    rows[place] = msgspec.structs.replace(rows[place], prompt=found)
         return StepOutput(rows)
 
 
@@ -185,6 +196,11 @@ class ModelRunner:
                 logits, rows = self._forward(padding, bucket)
                 for variant in VARIANTS:
                     self._sample(logits, rows, variant)
+            for program, width in (
+                (self._programs.score, prompt_rows.rows_at_once(self.plan)),
+                (self._programs.pool, self.plan.ladder.max_prefill_rows),
+            ):
+                program(self._params, self._state, np.zeros((2, width), np.int32))
         jax.block_until_ready(self._state)
         self._options, self._no_masks = None, {}  # most servers never need them
 
@@ -198,7 +214,7 @@ class ModelRunner:
         def dispatch(mask: np.ndarray | None) -> jax.Array:
             return self._sample(logits, rows, variant, None if mask is None else self._placed_mask(mask, bucket))
 
-        step = PendingStep(schedule, bucket, dispatch, self.plan.max_logprobs)
+        step = PendingStep(schedule, bucket, dispatch, self.plan.max_logprobs, self._look_at_prompts(schedule))
         if not masked:
             step.sample()
         return step
@@ -223,6 +239,16 @@ class ModelRunner:
         else:
             self._state, result = program(self._state, logits, rows)
         return result
+
+    def _look_at_prompts(self, schedule: SchedulerOutput) -> PendingPrompts | None:
+        """Dispatch what the step's prompt work needs; None if it has none."""
+        if not any(item.prompt_work for item in schedule.prefill):
+            return None
+        packed = prompt_rows.pack_scores(schedule, prompt_rows.rows_at_once(self.plan))
+        scores = [self._programs.score(self._params, self._state, rows) for rows in packed]
+        spans = prompt_rows.pack_spans(schedule, self.plan.ladder.max_prefill_rows)
+        sums = None if spans is None else self._programs.pool(self._params, self._state, spans)
+        return PendingPrompts(scores, sums)
 
     def _some_options(self) -> OptionsState:
         """Made when they are first needed."""

@@ -74,7 +74,7 @@ def choose_tokens(
         finite = jnp.isfinite(logits).all(-1)  # not of the maximum: whether that hands a NaN on depends on the backend
         return _remember(state, slots, tokens), jnp.where(finite, tokens, NON_FINITE)[:, None]
     tokens, normalizers = pallas_kernels.sample(logits, state.sampling_rows(slots), seq_lens, backend=backend)
-    result = _result(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
+    result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
     return _remember(state, slots, tokens), result
 
 
@@ -94,7 +94,7 @@ def choose_with_options(
     active = state.sampling[slots, HAS_OPTIONS] == 1
     adjusted, normalizers = adjust(options, logits, rows[:2], active, mask, backend=backend)
     tokens, _ = pallas_kernels.sample(adjusted, state.sampling_rows(slots), seq_lens, backend=backend)
-    result = _result(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
+    result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
     barred = (jnp.take_along_axis(adjusted, tokens[:, None], 1) == -jnp.inf) & (result[:, :1] != NON_FINITE)
     result = result.at[:, :1].set(jnp.where(barred, NOTHING_ALLOWED, result[:, :1]))
     return _remember(state, slots, tokens), record(options, slots, tokens, active & (samples == 1)), result
@@ -104,7 +104,9 @@ def _remember(state: BatchState, slots: Array, tokens: Array) -> BatchState:
     return state._replace(last_tokens=state.last_tokens.at[slots].set(tokens))
 
 
-def _result(tokens: Array, logits: Array, normalizers: Array, count: int) -> Array:
+def result_rows(tokens: Array, logits: Array, normalizers: Array, count: int) -> Array:
+    """Inside a program: tokens ``[R]``, NON_FINITE where the normalizer is not finite, their log-probabilities, and ids
+    and log-probabilities of the ``count`` likeliest, as ``split_result`` takes them apart."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], 1) - normalizers[:, None]
     parts = [jnp.where(jnp.isfinite(normalizers), tokens, NON_FINITE)[:, None], _bits(chosen)]
     if count:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jaxserve.request import Request
-from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, Swap
+from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, PromptWork, Swap
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,22 @@ class Draft:
 
 
 def is_prefill(request: Request, count: int) -> bool:
-    """Whether a request needs a prefill row: for several tokens, or to take its slot."""
-    return count > 1 or request.num_device_blocks == 0
+    """Whether a request needs a prefill row: for several tokens, to take its slot, or for prompt work."""
+    return count > 1 or request.num_device_blocks == 0 or request.num_computed_tokens < request.examined_until
 
 
 def wanted_tokens(request: Request) -> int:
     """Tokens the request could compute now; none if the last token it may have is already in flight."""
     known = len(request.token_ids) + request.num_in_flight
-    return 0 if known >= request.length_limit else known - request.num_computed_tokens
+    # Without a token in flight it is the prompt that is as long as the request may be.
+    return 0 if request.num_in_flight and known >= request.length_limit else known - request.num_computed_tokens
+
+
+def take_prompt_work(request: Request, start: int, end: int) -> PromptWork | None:
+    """What is to be seen of the tokens from ``start`` to ``end`` that no step has looked at yet."""
+    first, end = max(start, request.num_examined_tokens), min(end, request.examined_until)
+    if first >= end:
+        return None
+    request.num_examined_tokens = end
+    targets = request.token_ids[first + 1 : end + 1] if request.pooling is None else None
+    return PromptWork(first - start, end - first, targets)

@@ -32,6 +32,16 @@ class RowSampling(msgspec.Struct, frozen=True, gc=False):
     """Given where ``params.has_options``."""
 
 
+class PromptWork(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of a chunk whose hidden states are looked at."""
+
+    first: int
+    """The first of them, counted from the chunk's beginning."""
+    count: int
+    targets: list[int] | None
+    """The tokens that follow them, whose log-probabilities are wanted; None: the hidden states are added up."""
+
+
 class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     """One sequence's part of a step. A Struct, since hundreds are made every step."""
 
@@ -48,6 +58,8 @@ class ScheduledRequest(msgspec.Struct, frozen=True, gc=False):
     wants_logprobs: bool
     sampling: RowSampling | None
     """Given when the request takes the slot."""
+    prompt_work: PromptWork | None = None
+    """Only in ``SchedulerOutput.prefill``."""
 
 
 class Swap(msgspec.Struct, frozen=True, gc=False):
@@ -59,7 +71,7 @@ class Swap(msgspec.Struct, frozen=True, gc=False):
 
 class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """One step. ``decode`` holds requests that go on with a single token and at most one new block, ``prefill`` the
-    others: those that compute several tokens, and those that take a slot."""
+    others: those that compute several tokens, those that take a slot, and those with prompt work."""
 
     decode: list[ScheduledRequest] = []
     prefill: list[ScheduledRequest] = []

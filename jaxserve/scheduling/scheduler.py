@@ -16,7 +16,7 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxserve.request import FinishReason, Request, Status
-from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, wanted_tokens
+from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, take_prompt_work, wanted_tokens
 from jaxserve.scheduling.integrity import check_integrity
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import (
@@ -123,7 +123,7 @@ class Scheduler:
         block_size = self.kv.block_size
         for request in tuple(self.running):
             wanted = wanted_tokens(request)
-            if wanted > 1:
+            if wanted > 1 or (wanted and is_prefill(request, wanted)):
                 prompts.append(request)
             elif wanted and draft.budget and request.status is Status.RUNNING:
                 has_room = request.num_computed_tokens < len(request.block_ids) * block_size
@@ -309,7 +309,7 @@ class Scheduler:
         if len(tokens) < count:
             assert count == 1, "only the token that comes next can be on the device alone"
             tokens = [DEVICE_TOKEN]
-        samples = end == request.num_tokens
+        samples = end == request.num_tokens and request.max_tokens > 0
         blocks = self.kv.blocks_for(end)
         item = ScheduledRequest(
             request_id=request.request_id,
@@ -320,6 +320,7 @@ class Scheduler:
             new_blocks=request.block_ids[request.num_device_blocks : blocks],
             wants_logprobs=request.sampling.logprobs is not None,
             sampling=None if request.num_device_blocks else _row_sampling(request),
+            prompt_work=take_prompt_work(request, start, end) if start < request.examined_until else None,
         )
         request.num_computed_tokens = end
         request.num_device_blocks = blocks

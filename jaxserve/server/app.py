@@ -17,6 +17,7 @@ from jaxserve.server.access import AccessLog
 from jaxserve.server.auth import ApiKeys
 from jaxserve.server.context import ServerContext
 from jaxserve.server.cors import Cors
+from jaxserve.server.embeddings import embeddings, score
 from jaxserve.server.errors import answer_error
 from jaxserve.server.request_ids import RequestIds
 from jaxserve.server.responses.route import responses
@@ -46,6 +47,8 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
             openai.completions,
             openai.chat_completions,
             responses,
+            embeddings,
+            score,
             openai.list_models,
             openai.get_model,
             openai.tokenize,

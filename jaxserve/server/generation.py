@@ -13,7 +13,7 @@ from typing import Any
 from litestar import Request
 
 from jaxserve.engine.client import EngineClient
-from jaxserve.engine.messages import TokenOutput
+from jaxserve.engine.messages import PromptLogprobs, TokenOutput
 from jaxserve.engine.output import ChoiceOutput, Delta, Token
 from jaxserve.request import EngineRequest, FinishReason, SamplingParams
 from jaxserve.server.errors import ClientDisconnectedError, GenerationAbortedError, GenerationError
@@ -30,7 +30,7 @@ class Choice:
     index: int
     prompt: Prompt
     request: EngineRequest | None
-    """None for max_tokens 0, which needs no engine."""
+    """None where nothing is to be computed, with max_tokens 0."""
     output: ChoiceOutput
     is_first_of_prompt: bool
     times: ChoiceTimes | None = None
@@ -40,6 +40,8 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: Sequence[PromptLogprobs] | None = None
+    """Where they were asked for, and computed."""
     cached_tokens: int = 0
     """Prompt tokens that the engine did not have to compute for this answer."""
 
@@ -61,6 +63,8 @@ class Generation:
     prompts: Sequence[Prompt]
     choices: Sequence[Choice]
     echo: bool = False
+    prompt_logprobs: int | None = None
+    """Tell them in a field of their own, with so many alternatives."""
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     include_usage: bool = False
@@ -120,6 +124,8 @@ class Generation:
         for output in outputs:
             choice = running[output.request_id]
             choice.cached_tokens = output.cached_tokens
+            if output.prompt_logprobs is not None:
+                choice.prompt_logprobs = output.prompt_logprobs
             if choice.times:
                 choice.times.note(output)
             delta = choice.output.feed(output)

@@ -169,6 +169,7 @@ def begin(
         prompts=prompts,
         choices=make_choices(prompts, requests, drawn, context.tokenizer, shown_ids=shown_ids, timed=timed),
         echo=bool(body.echo),
+        prompt_logprobs=body.prompt_logprobs,
         return_token_ids=bool(body.return_token_ids),
         return_tokens_as_token_ids=bool(body.return_tokens_as_token_ids),
         include_usage=include_usage,

@@ -45,6 +45,11 @@ OPERATIONS = (
         "post", "/v1/responses", "Answer a conversation, in the newer dialect; nothing is stored",
         responses.ResponsesRequest, responses.ResponseObject,
     ),
+    Operation(
+        "post", "/v1/embeddings", "Vectors of whole texts",
+        schemas.EmbeddingRequest, schemas.EmbeddingList,
+    ),
+    Operation("post", "/v1/score", "How near texts are to each other", schemas.ScoreRequest, schemas.ScoreList),
     Operation("get", "/v1/models", "The models that are served", response=schemas.ModelList),
     Operation("get", "/v1/models/{model_id}", "One of them", response=schemas.ModelCard),
     Operation("post", "/v1/abort", "End a running call by the id of its response", schemas.AbortRequest),
@@ -152,6 +157,9 @@ def _replaced(info: ModelInfo | None) -> dict[tuple[str, str], Any]:
     items = {"type": "array", "items": _ref("InputItem"), "minItems": 1}
     replaced: dict[tuple[str, str], Any] = {
         ("CompletionRequest", "prompt"): {"anyOf": [text, ids, *several]},
+        ("EmbeddingRequest", "input"): {"anyOf": [text, ids, *several]},
+        ("ScoreRequest", "text_1"): {"anyOf": [text, several[0]]},
+        ("ScoreRequest", "text_2"): {"anyOf": [text, several[0]]},
         ("ResponsesRequest", "input"): {"anyOf": [{"type": "string"}, items]},
         ("ResponsesRequest", "tools"): {"anyOf": [{"type": "null"}, {"type": "array", "items": _ref("FunctionTool")}]},
         ("ResponsesRequest", "include"): {
@@ -179,6 +187,8 @@ def _limits_of(info: ModelInfo, names: tuple[str, ...]) -> dict[str, dict[str, A
         "tokens": {"items": ids},
         "logprobs": logprobs,
         "top_logprobs": logprobs,
+        "prompt_logprobs": logprobs,
+        "dimensions": {"enum": [None, info.hidden_size]},
         "max_tokens": {"maximum": length - 1},
         "max_completion_tokens": {"maximum": length - 1},
         "max_output_tokens": {"minimum": 1, "maximum": length - 1},

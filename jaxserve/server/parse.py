@@ -26,7 +26,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "logits_processors": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "suffix": ("",),
     "typical_p": (1,),
     "use_beam_search": (False,),

@@ -17,6 +17,7 @@ from jaxserve.server import schemas
 from jaxserve.server.access import note_fault
 from jaxserve.server.errors import ApiError, as_api_error
 from jaxserve.server.generation import Choice, Generation
+from jaxserve.server.prompt_logprobs import prompt_field, prompt_tokens
 from jaxserve.server.reasoning import Thought
 from jaxserve.server.reply import Piece, Reply
 from jaxserve.server.tool_parsers import CallDelta
@@ -75,6 +76,12 @@ class Dialect(ABC):
     def _prompt_token_ids(self, choice: Choice) -> list[int] | UnsetType:
         return choice.prompt.token_ids if self.generation.return_token_ids else UNSET
 
+    def _prompt_logprobs(self, choice: Choice) -> list[dict[str, schemas.PromptLogprob] | None] | UnsetType:
+        top, entries = self.generation.prompt_logprobs, choice.prompt_logprobs
+        if top is None or entries is None:
+            return UNSET
+        return prompt_field(choice.prompt.token_ids, entries, top, self._token_name)
+
     def _token_name(self, token_id: int) -> str:
         """How log-probabilities call a token."""
         if self.generation.return_tokens_as_token_ids:
@@ -97,11 +104,15 @@ class Dialect(ABC):
 
 class CompletionDialect(Dialect):
     def opening(self) -> Iterator[Chunk]:
-        if self.generation.echo:
+        if self.generation.echo and self.generation.sampling.logprobs is None:
             for choice in self.generation.choices:
                 yield self._chunk(self._choice(choice, self._prompt_text(choice)))
 
     def chunks(self, choice: Choice, delta: Delta) -> Iterator[Chunk]:
+        if self.generation.echo and choice.index not in self._begun:
+            echo = self._choice(choice, self._prompt_text(choice))
+            echo.logprobs = self._logprobs(choice, (), self._echoed(choice))
+            yield self._chunk(echo)
         chunk = self._choice(choice, delta.text)
         chunk.logprobs = self._logprobs(choice, delta.tokens)
         chunk.finish_reason, chunk.stop_reason = delta.finish_reason, present(delta.stop_reason)
@@ -118,11 +129,12 @@ class CompletionDialect(Dialect):
             schemas.CompletionChoice(
                 index=choice.index,
                 text=self._prompt_text(choice) + choice.text if self.generation.echo else choice.text,
-                logprobs=self._logprobs(choice, choice.tokens),
+                logprobs=self._logprobs(choice, choice.tokens, self._echoed(choice)),
                 finish_reason=choice.finish_reason,
                 stop_reason=present(choice.stop_reason),
                 token_ids=self._token_ids(choice.tokens),
                 prompt_token_ids=self._prompt_token_ids(choice),
+                prompt_logprobs=self._prompt_logprobs(choice),
             )
             for choice in self.generation.answers()
         ]
@@ -156,15 +168,26 @@ class CompletionDialect(Dialect):
         prompt = choice.prompt
         return self.generation.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
 
-    def _logprobs(self, choice: Choice, tokens: Sequence[Token]) -> schemas.CompletionLogprobs | None:
+    def _echoed(self, choice: Choice) -> Sequence[Token]:
+        """The prompt's tokens, where they are part of the answer and its log-probabilities."""
+        top = self.generation.sampling.logprobs
+        if not self.generation.echo or top is None:
+            return ()
+        text, entries = self._prompt_text(choice), choice.prompt_logprobs
+        return prompt_tokens(choice.prompt.token_ids, text, entries, top, self.generation.tokenizer)
+
+    def _logprobs(
+        self, choice: Choice, tokens: Sequence[Token], echoed: Sequence[Token] = ()
+    ) -> schemas.CompletionLogprobs | None:
         if self.generation.sampling.logprobs is None:
             return None
         start = len(self._prompt_text(choice))  # echoed or not
+        shown = [*echoed, *tokens]
         return schemas.CompletionLogprobs(
-            tokens=[self._token_name(token.token_id) for token in tokens],
-            token_logprobs=[token.logprob for token in tokens],
-            top_logprobs=[self._top_logprobs(token) for token in tokens],
-            text_offset=[start + token.text_offset for token in tokens],
+            tokens=[self._token_name(token.token_id) for token in shown],
+            token_logprobs=[token.logprob for token in shown],
+            top_logprobs=[None if token.logprob is None else self._top_logprobs(token) for token in shown],
+            text_offset=[token.text_offset for token in echoed] + [start + token.text_offset for token in tokens],
         )
 
     def _top_logprobs(self, token: Token) -> dict[str, float]:
@@ -236,6 +259,7 @@ class ChatDialect(Dialect):
             usage=generation.usage(),
             metrics=present(generation.metrics()),
             prompt_token_ids=self._prompt_token_ids(generation.choices[0]),
+            prompt_logprobs=self._prompt_logprobs(generation.choices[0]),
         )
 
     def _whole_choice(self, choice: Choice) -> schemas.ChatChoice:

@@ -48,6 +48,8 @@ class GenerationRequest(Struct, kw_only=True):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of the prompt's tokens and of this many likeliest in their places; not with stream."""
     echo: bool | None = None
     """The answer begins with the prompt; in chat, with the final message if it is the assistant's."""
     return_token_ids: bool | None = None
@@ -87,6 +89,30 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """false leaves the reasoning out of the answer."""
     reasoning_effort: str | None = None
     """A variable of the chat template, where that knows it."""
+
+
+class TextsRequest(Struct, kw_only=True):
+    """What embeddings and scores have in common."""
+
+    model: str | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+
+
+class EmbeddingRequest(TextsRequest, kw_only=True):
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    """Only the number that the model has."""
+
+
+class ScoreRequest(TextsRequest, kw_only=True):
+    """Pairs of texts: one with each, or as many as there are."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
 
 
 class FunctionDefinition(Struct, kw_only=True):
@@ -157,6 +183,13 @@ class RequestMetrics(Struct, kw_only=True):
     """Generated tokens, from arrival to the last of them."""
 
 
+class PromptLogprob(Struct, kw_only=True):
+    logprob: float
+    rank: int
+    """1 for the likeliest."""
+    decoded_token: str
+
+
 class CompletionLogprobs(Struct, kw_only=True):
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -172,6 +205,7 @@ class CompletionChoice(Struct, kw_only=True):
     stop_reason: int | str | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class Completion(Struct, kw_only=True):
@@ -238,6 +272,7 @@ class ChatCompletion(Struct, kw_only=True):
     usage: Usage
     metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: list[dict[str, PromptLogprob] | None] | UnsetType = UNSET
 
 
 class FunctionCallDelta(Struct, kw_only=True):
@@ -279,6 +314,41 @@ class ChatChunk(Struct, kw_only=True):
     usage: Usage | UnsetType = UNSET
     metrics: RequestMetrics | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+
+
+class Embedding(Struct, kw_only=True):
+    object: str = "embedding"
+    index: int
+    embedding: str | tuple[float, ...]
+    """Of length 1: numbers, or base64 of their float32."""
+
+
+class EmbeddingUsage(Struct, kw_only=True):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Struct, kw_only=True):
+    object: str = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
+class Score(Struct, kw_only=True):
+    object: str = "score"
+    index: int
+    score: float
+    """The cosine of the angle between the embeddings of a pair."""
+
+
+class ScoreList(Struct, kw_only=True):
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[Score]
+    usage: EmbeddingUsage
 
 
 class ModelCard(Struct, kw_only=True):

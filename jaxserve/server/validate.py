@@ -28,6 +28,7 @@ COPIED = (
     "allowed_token_ids",
     "bad_words",
     "min_tokens",
+    "prompt_logprobs",
     "stop_token_ids",
     "ignore_eos",
     "include_stop_str_in_output",
@@ -48,12 +49,9 @@ def completion_sampling(
     """The sampling parameters of a completion; raises ``RequestError``."""
     max_tokens = 16 if request.max_tokens is None else request.max_tokens
     sampling = _sampling(request, config, defaults, max_tokens=max_tokens, logprobs=request.logprobs)
-    if request.echo and request.logprobs is not None:
-        raise RequestError(
-            "logprobs together with echo is not supported yet.",
-            param="logprobs",
-            code="unsupported_parameter",
-        )
+    if request.echo and sampling.logprobs is not None:
+        echoed = max(sampling.logprobs, sampling.prompt_logprobs or 0)
+        return msgspec.structs.replace(sampling, prompt_logprobs=echoed)
     return sampling
 
 
@@ -92,6 +90,8 @@ def _sampling(
     _check_choices(request, config)
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options needs stream to be true.", param="stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise RequestError("prompt_logprobs cannot be streamed; echo with logprobs can.", param="prompt_logprobs")
     values: dict[str, Any] = {name: defaults[name] for name in DEFAULTED if defaults.get(name) is not None}
     for name in (*DEFAULTED, *COPIED):
         if (value := getattr(request, name)) is not None:
@@ -135,7 +135,7 @@ def candidates(sampling: SamplingParams, best_of: int | None) -> SamplingParams:
 
 def completion_prompts(request: CompletionRequest, config: ServerConfig, tokenizer: Tokenizer) -> list[Prompt]:
     """The prompts of a completion in any of the four forms; raises ``RequestError``."""
-    given = _split(request.prompt)
+    given = _split(request.prompt, "prompt")
     limit = 8 * config.max_choices
     if len(given) * (request.best_of or request.n or 1) > limit:
         raise RequestError(
@@ -143,11 +143,17 @@ def completion_prompts(request: CompletionRequest, config: ServerConfig, tokeniz
             f" {len(given)} prompts.",
             param="prompt",
         )
-    special = request.add_special_tokens is not False
+    return prompts_of(request.prompt, "prompt", tokenizer, special=request.add_special_tokens is not False)
+
+
+def prompts_of(
+    value: str | list[str] | list[str | int | list[int]], field: str, tokenizer: Tokenizer, *, special: bool
+) -> list[Prompt]:
+    """The texts that a field holds in any of four forms; raises ``RequestError``."""
     prompts = []
-    for item in given:
+    for item in _split(value, field):
         if not item:
-            raise RequestError("A prompt is empty; at least one token is needed.", param="prompt")
+            raise RequestError(f"A text of {field} is empty; at least one token is needed.", param=field)
         if isinstance(item, str):
             prompts.append(Prompt(tokenizer.encode(item, special), item))
         else:
@@ -161,7 +167,7 @@ def truncate(prompts: list[Prompt], length: int | None, sampling: SamplingParams
         return prompts
     limit = min(info.max_model_len, info.max_kv_tokens)
     if length == -1:
-        length = max(1, limit - max(1, sampling.max_tokens or 1))
+        length = max(1, limit - (1 if sampling.max_tokens is None else sampling.max_tokens))
     if not 1 <= length <= limit:
         raise RequestError(
             f"truncate_prompt_tokens must be -1 or between 1 and {limit}, got {length}.",
@@ -170,18 +176,18 @@ def truncate(prompts: list[Prompt], length: int | None, sampling: SamplingParams
     return [Prompt(prompt.token_ids[-length:]) if len(prompt.token_ids) > length else prompt for prompt in prompts]
 
 
-def _split(prompt: str | list[str | int | list[int]]) -> Sequence[str | list[int]]:
-    if isinstance(prompt, str):
-        return [prompt]
-    kinds = {type(item) for item in prompt}
+def _split(value: str | list[str] | list[str | int | list[int]], field: str) -> Sequence[str | list[int]]:
+    if isinstance(value, str):
+        return [value]
+    kinds = {type(item) for item in value}
     if kinds == {int}:
-        return [prompt]  # type: ignore[list-item]
+        return [value]  # type: ignore[list-item]
     if kinds in ({str}, {list}):
-        return prompt  # type: ignore[return-value]
+        return value  # type: ignore[return-value]
     what = "mixes text and ids" if kinds else "is an empty list"
     raise RequestError(
-        f"prompt must be a string, a list of strings, a list of ids or a list of lists of ids; it {what}.",
-        param="prompt",
+        f"{field} must be a string, a list of strings, a list of ids or a list of lists of ids; it {what}.",
+        param=field,
     )
 
 
@@ -253,9 +259,9 @@ def admit(
     *,
     chat: bool,
 ) -> list[list[EngineRequest]]:
-    """For each prompt the engine's requests, none when max_tokens is 0; raises ``RequestError``."""
+    """For each prompt the engine's requests, none where it would have nothing to do; raises ``RequestError``."""
     try:
-        if sampling.max_tokens == 0:
+        if sampling.max_tokens == 0 and sampling.prompt_logprobs is None:
             for prompt in prompts:
                 admission.check(prompt.token_ids, sampling, info)
             return [[] for _ in prompts]

@@ -10,6 +10,7 @@ import pytest
 
 from tests.engine.test_core import *  # noqa: F403
 from tests.engine.test_invariance import *  # noqa: F403
+from tests.engine.test_prompt_logprobs import *  # noqa: F403
 from tests.models.test_reference import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu

@@ -38,10 +38,11 @@ def table(slot: int) -> list[int]:
 
 
 def make_state() -> BatchState:
-    tables, _, sampling = (np.zeros(part.shape, part.dtype) for part in state_shapes(SLOTS, WIDTH))
+    hidden = jax.ShapeDtypeStruct((1, 1), np.float32)
+    tables, _, sampling, hidden = (np.zeros(part.shape, part.dtype) for part in state_shapes(SLOTS, WIDTH, hidden))
     tables[0, :SLOTS] = [table(slot) for slot in range(SLOTS)]
     sampling[:SLOTS] = 99
-    return BatchState(tables, np.array(LAST_TOKENS, np.int32), sampling)
+    return BatchState(tables, np.array(LAST_TOKENS, np.int32), sampling, hidden)
 
 
 def run(decode, prefill, bucket: Bucket) -> tuple[StepInputs, BatchState]:

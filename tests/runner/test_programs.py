@@ -27,7 +27,8 @@ def in_place_bytes(runner: ModelRunner) -> int:
     model, plan = runner.model_config, runner.plan
     token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * plan.dtype.itemsize
     slot = 4 * (plan.table_width + 1 + 8)  # block table, last token, sampling words
-    return runner.num_blocks * plan.block_size * token + (plan.max_num_seqs + 1) * slot
+    hidden = plan.max_num_batched_tokens * model.hidden_size * plan.dtype.itemsize
+    return runner.num_blocks * plan.block_size * token + (plan.max_num_seqs + 1) * slot + hidden
 
 
 def test_every_forward_program_reuses_cache_and_state_in_place(llm):
@@ -70,13 +71,14 @@ def test_nothing_is_compiled_while_serving(llm):
 
     for params in (
         SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True),
-        SamplingParams(temperature=0.0, max_tokens=5, logprobs=5),
+        SamplingParams(temperature=0.0, max_tokens=5, logprobs=5, prompt_logprobs=2),
         SamplingParams(temperature=1.0, max_tokens=9, seed=3, n=3, top_p=0.9, logprobs=0),
         SamplingParams(temperature=0.7, max_tokens=9, top_k=7, min_p=0.1, stop=("a", "e")),
     ):
         model.generate(prompt(1), params)
         model.generate(prompt(200), params)
         model.generate([prompt(length) for length in (1, 3, 17, 64, 65, 2, 130, 9)], params)
+    model.embed([prompt(40), prompt(3)])
     used = {event.padded_tokens for event in model.engine.events if event.submitted > start}
     assert used == {bucket.tokens for bucket in model.engine.runner.plan.ladder.all()}
     assert compiles.counts() == before

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from jaxserve.request import FinishReason, Request, Status
+from jaxserve.request import FinishReason, Request, SamplingParams, Status
 from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import SchedulerOutput
@@ -36,6 +36,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, list[list[int]]]] = deque()
         self.requests: list[Request] = []
+        self.examined: dict[str, list[int]] = defaultdict(list)
+        """Places in the prompt that were looked at, by request."""
 
     @rule(
         shared=st.integers(0, 5),
@@ -45,11 +47,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         priority=st.integers(-2, 2),
         salt=st.sampled_from([None, None, "salt"]),
         arrival=st.floats(0, 30),
+        asks=st.sampled_from([None, None, None, "scores", "scores alone", "last", "mean"]),
     )
-    def add(self, shared, own, kind, max_tokens, priority, salt, arrival):
-        """Prompts that share blocks, and some that are equal."""
+    def add(self, shared, own, kind, max_tokens, priority, salt, arrival, asks):
+        """Prompts that share blocks, and some that are equal; some are asked for what they tell themselves."""
         prompt = [100 + kind] * (BLOCK * shared) + [200 + kind] * own
-        request = make_request(prompt, max_tokens, priority=priority, cache_salt=salt, arrival_time=arrival)
+        fields = {"priority": priority, "cache_salt": salt, "arrival_time": arrival}
+        if asks in ("scores", "scores alone"):
+            fields["sampling"] = SamplingParams(prompt_logprobs=0)
+        elif asks:
+            fields["pooling"] = asks
+        request = make_request(prompt, max_tokens if asks in (None, "scores") else 0, **fields)
         self.requests.append(request)
         self.scheduler.add(request)
 
@@ -57,14 +65,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     def submit(self):
         while len(self.in_flight) < self.depth and (step := self.scheduler.schedule()):
             self.in_flight.append((step, self.device.execute(step)))
+            assert not any(row.prompt_work for row in step.decode)
+            for row in step.prefill:
+                self.look(row)
         assert self.in_flight or not len(self.scheduler), "requests wait and nothing moves"
+
+    def look(self, row):
+        work = row.prompt_work
+        if work is not None:
+            first = row.seq_len - len(row.token_ids) + work.first
+            self.examined[row.request_id] += range(first, first + work.count)
+            if work.targets is not None:
+                prompt = self.scheduler.get(row.request_id).token_ids
+                assert work.targets == prompt[first + 1 : first + 1 + work.count]
 
     @rule()
     def collect(self):
         if self.in_flight:
             step, tokens = self.in_flight.popleft()
             for row, sampled in zip(step.rows, tokens, strict=True):
-                self.scheduler.collect(row, sampled)
+                request, _ = self.scheduler.collect(row, sampled)
+                if not request.max_tokens and row.seq_len == request.prompt_len:
+                    self.scheduler.finish(request, FinishReason.LENGTH)
 
     @rule()
     def step(self):
@@ -119,6 +141,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert request.status is Status.FINISHED
             if request.finish_reason is FinishReason.LENGTH:
                 assert request.num_output_tokens == request.max_tokens
+                assert self.examined[request.request_id] == asked_for(request)
+
+
+def asked_for(request: Request) -> list[int]:
+    """Each place once and in order, whatever was preempted."""
+    if request.pooling == "last":
+        return [request.prompt_len - 1]
+    if request.pooling == "mean":
+        return list(range(request.prompt_len))
+    return list(range(request.prompt_len - 1)) if request.sampling.prompt_logprobs is not None else []
 
 
 TestSchedulerMachine = SchedulerMachine.TestCase

@@ -80,6 +80,7 @@ def serve(
         max_model_len=context,
         max_kv_tokens=4 * context,
         max_logprobs=20,
+        hidden_size=4,
         version="0",
     )
     script: Script = lambda request: itertools.repeat(eos_id)  # noqa: E731

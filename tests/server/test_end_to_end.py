@@ -502,6 +502,47 @@ def test_metrics_add_up(tiny: Server, client: openai.OpenAI) -> None:
     assert is_idle(tiny)
 
 
+def test_an_echo_has_the_logprobs_that_its_tokens_were_generated_with(client: openai.OpenAI) -> None:
+    """Streamed, plain and without a token more; in any of these the prompt's own are the same too."""
+    client = lenient(client)  # its own types do not know the null that the first token has
+    prompt = REFERENCE[0]["prompt_ids"]
+    fields: dict[str, Any] = {"model": MODEL, "temperature": 0, "logprobs": 2, "echo": True}
+    [whole] = client.completions.create(prompt=prompt, max_tokens=12, **fields).choices
+    assert whole.logprobs and whole.logprobs.token_logprobs and whole.logprobs.tokens
+    values = whole.logprobs.token_logprobs
+    count = len(values) - len(prompt)
+    generated = REFERENCE[0]["generated_ids"][:count]
+    assert values[0] is None and values[len(prompt) :] == pytest.approx(
+        REFERENCE[0]["chosen_logprobs"][:count], abs=1e-3
+    )
+
+    [echoed] = client.completions.create(prompt=prompt + generated, max_tokens=0, **fields).choices
+    assert echoed.logprobs and echoed.logprobs.token_logprobs and echoed.finish_reason == "length"
+    assert echoed.logprobs.token_logprobs[1:] == pytest.approx(values[1:], abs=1e-4)
+    assert echoed.logprobs.tokens == whole.logprobs.tokens
+
+    streamed: list[Any] = []
+    for chunk in client.completions.create(prompt=prompt, max_tokens=12, stream=True, **fields):
+        streamed += (chunk.choices[0].logprobs and chunk.choices[0].logprobs.token_logprobs) or []
+    assert streamed[1:] == pytest.approx(values[1:], abs=1e-4) and len(streamed) == len(values)
+
+
+def test_embeddings_and_scores(tiny: Server, client: openai.OpenAI) -> None:
+    texts = ["A cat sat on a mat.", "xyzzy 12345", "A cat sat on a mat."]
+    before = tiny.metrics()
+    vectors = [
+        item.embedding for item in client.embeddings.create(model=MODEL, input=texts, encoding_format="float").data
+    ]
+    assert vectors[0] == pytest.approx(vectors[2], abs=1e-5) != pytest.approx(vectors[1], abs=1e-2)
+    assert sum(x * x for x in vectors[0]) == pytest.approx(1.0, abs=1e-5)
+    body = {"model": MODEL, "text_1": texts[0], "text_2": texts[1:]}
+    scores = [item["score"] for item in tiny.http.post("/v1/score", json=body).json()["data"]]
+    assert scores == pytest.approx([sum(a * b for a, b in zip(*vectors[:2], strict=True)), 1.0], abs=1e-4)
+    after = gained(tiny, before)
+    assert after["vllm:request_success_total{finished_reason=length}"] == 6
+    assert after["vllm:prompt_tokens_total"] > 0 and after.get("vllm:generation_tokens_total", 0) == 0
+
+
 def test_the_api_process_has_no_jax(tiny: Server) -> None:
     """Not even in part: the libraries that a process has mapped show it."""
 

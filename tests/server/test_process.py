@@ -61,7 +61,7 @@ def started(
     directory: Path, *, ready: bool = True, verify: ssl.SSLContext | bool = True, **settings: Any
 ) -> Iterator[Process]:
     """The process with its three pipes, ended with the block at the latest."""
-    info = ModelInfo(vocab_size=520, max_model_len=256, max_kv_tokens=256, max_logprobs=20, version="0")
+    info = ModelInfo(vocab_size=520, max_model_len=256, max_kv_tokens=256, max_logprobs=20, hidden_size=4, version="0")
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(FakeEngine(lambda _: itertools.repeat(5), info, step=0.01))
         if not ready:

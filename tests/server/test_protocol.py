@@ -561,7 +561,10 @@ def test_va25_what_a_request_may_ask_for_is_bounded(served: Served, fields: Body
         ({"stop_token_ids": ["a"]}, "stop_token_ids"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": "yes"}, "stream"),
-        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"echo": True, "logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ],
 )
 def test_errors_name_the_field(served: Served, fields: Body, param: str) -> None:
@@ -593,7 +596,6 @@ def test_messages_that_cannot_be(served: Served, messages: Any, param: str) -> N
 @pytest.mark.parametrize(
     ("field", "value", "neutral"),
     [
-        ("prompt_logprobs", 0, None),
         ("suffix", "x", None),
         ("prompt_embeds", "x", None),
         ("use_beam_search", True, False),
