@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxserve.models.kv_cache import cache_shapes
 from jaxserve.runner import compiles
 from jaxserve.runner.swap import SWAP_BLOCKS, Swapper, host_bytes
 
@@ -13,7 +14,8 @@ from jaxserve.runner.swap import SWAP_BLOCKS, Swapper, host_bytes
 @pytest.fixture(scope="module")
 def parts(llm):
     runner = llm("tiny-llama-3.1").engine.runner
-    shapes = runner._builder(200).cache
+    plan = runner.plan
+    shapes = cache_shapes(runner.model_config, 200, plan.block_size, plan.dtype, runner._mesh)
     return shapes, runner._mesh
 
 
