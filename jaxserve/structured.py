@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
@@ -23,11 +26,17 @@ MAX_CHARACTERS = {"json": 100_000, "choice": 100_000, "grammar": 32_000, "regex"
 STACK_BYTES = 256 * 2**20
 """Of address space. The compiler recurses: 100,000 characters of references to references were seen to take between 8
 and 64 MiB, and without them the process ends."""
-CACHED = 64
+CACHED = 32
 WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 """Between the parts of JSON. Without a limit, some models never stop."""
 MAX_REASON = 300
-LIMITS = LLParserLimits(verbose_errors=False)
+MAX_INTERSECTED = 8
+"""Patterns that one text must match together: whether that is possible at all takes exponential time to find out."""
+COMPILE_SECONDS = 10.0
+"""What takes longer is refused where requests come in, and so never keeps the engine's thread busy."""
+LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
+
+type _Task = tuple[Future[Any], Callable[[], Any]] | None
 
 
 class Grammars:
@@ -36,22 +45,36 @@ class Grammars:
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], vocab_size: int | None = None) -> None:
         """``vocab_size``: the model's, where it is not the tokenizer's."""
         self._cache: OrderedDict[StructuredSpec, LLMatcher] = OrderedDict()
-        self._thread = _deep_thread()
+        self._tasks: SimpleQueue[_Task] = SimpleQueue()
+        weakref.finalize(self, self._tasks.put, None)
+        _start_thread(self._tasks)
         # At once, since it may take a second in which no other thread of the process gets on.
-        self._tokenizer = self._thread.submit(lambda: _mask_tokenizer(load_tokenizer(), vocab_size))
+        self._tokenizer: Future[LLTokenizer] = self._submit(lambda: _mask_tokenizer(load_tokenizer(), vocab_size))
 
     def compile(self, spec: StructuredSpec) -> Future[LLMatcher]:
         """A matcher at the beginning of an answer. The future raises ``RequestError`` for what cannot be compiled."""
-        return self._thread.submit(self._compile, spec)
+        return self._submit(partial(_compile, spec, self._tokenizer, self._cache))
 
-    def _compile(self, spec: StructuredSpec) -> LLMatcher:
-        matcher = self._cache.pop(spec, None)
-        if matcher is None:
-            matcher = compile_spec(spec, self._tokenizer.result())
-        self._cache[spec] = matcher
-        if len(self._cache) > CACHED:
-            self._cache.popitem(last=False)
-        return matcher.deep_copy()
+    def go_on(self) -> None:
+        """Leave the thread to what it cannot be stopped doing, and compile in a new one."""
+        _start_thread(self._tasks)
+
+    def _submit(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._tasks.put((future, work))
+        return future
+
+
+def _compile(
+    spec: StructuredSpec, tokenizer: Future[LLTokenizer], cache: OrderedDict[StructuredSpec, LLMatcher]
+) -> LLMatcher:
+    matcher = cache.pop(spec, None)
+    if matcher is None:
+        matcher = compile_spec(spec, tokenizer.result())
+    cache[spec] = matcher
+    if len(cache) > CACHED:
+        cache.popitem(last=False)
+    return matcher.deep_copy()
 
 
 def compile_spec(spec: StructuredSpec, tokenizer: LLTokenizer) -> LLMatcher:
@@ -67,7 +90,9 @@ def compile_spec(spec: StructuredSpec, tokenizer: LLTokenizer) -> LLMatcher:
         matcher.compute_bitmask()
     if matcher.is_error():
         reason = matcher.get_error()
-        raise _refusal(spec, "no text can match it" if reason.startswith("NoExtension") else reason)
+        for beginning, meaning in (("NoExtension", "no text can match it"), ("panic", "it is too large")):
+            reason = meaning if reason.startswith(beginning) else reason
+        raise _refusal(spec, reason)
     return matcher
 
 
@@ -80,11 +105,37 @@ def check_size(spec: StructuredSpec) -> None:
         raise RequestError(
             f"{spec.field} ({spec.kind}) may have at most {limit} characters, got {len(spec.value)}.", param=spec.field
         )
+    _check_intersections(spec)
     if spec.kind == "json" and sum(map(len, _patterns(json.loads(spec.value)))) > MAX_CHARACTERS["regex"]:
         raise RequestError(
             f"{spec.field}: the patterns of a schema may have at most {MAX_CHARACTERS['regex']} characters together.",
             param=spec.field,
         )
+
+
+def _check_intersections(spec: StructuredSpec) -> None:
+    if spec.kind == "json":
+        count = max((sum(1 for _ in _patterns(part)) for part in _all_of(json.loads(spec.value))), default=0)
+    else:
+        count = spec.value.count("&") if spec.kind == "grammar" else 0
+    if count > MAX_INTERSECTED:
+        raise RequestError(
+            f"{spec.field} ({spec.kind}) may have at most {MAX_INTERSECTED} patterns for the same text, got {count}.",
+            param=spec.field,
+        )
+
+
+def _all_of(schema: Any) -> Iterator[Any]:
+    """What stands behind allOf anywhere in a schema."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from _all_of(item)
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key == "allOf":
+                yield value
+            else:
+                yield from _all_of(value)
 
 
 def _patterns(schema: Any) -> Iterator[str]:
@@ -127,15 +178,25 @@ def _refusal(spec: StructuredSpec, reason: str) -> RequestError:
     return RequestError(f"{spec.field}: the {what} cannot be used: {reason}.", param=spec.field)
 
 
-def _deep_thread() -> ThreadPoolExecutor:
-    """One thread with a large stack."""
+def _start_thread(tasks: SimpleQueue[_Task]) -> None:
+    """One with a large stack, which does not keep the process from ending."""
     before = threading.stack_size(STACK_BYTES)
     try:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
-        pool.submit(int).result()  # only now it has its thread
-        return pool
+        threading.Thread(target=_work, args=(tasks,), name="grammars", daemon=True).start()
     finally:
         threading.stack_size(before)
+
+
+def _work(tasks: SimpleQueue[_Task]) -> None:
+    while task := tasks.get():
+        future, work = task
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(work())
+            except BaseException as error:  # also the library's panics
+                future.set_exception(error)
+        del future, work, task
+    tasks.put(None)  # for another thread that reads from here
 
 
 class _Vocabulary:

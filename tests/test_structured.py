@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,6 +101,8 @@ def chain(count: int, step: str) -> str:
         ("json", '{"items":' * 200 + "true" + "}" * 200, "recursion"),
         ("json", " " * 100_000 + "true", "100000 characters, got 100004"),
         ("json", "{", "JSON Schema cannot be used"),
+        ("json", {"allOf": [{"type": "string", "pattern": f".*a{i}.*"} for i in range(20)]}, "8 patterns for the same"),
+        ("grammar", "start: T\nT: " + " & ".join(f"/.*a{i}.*/" for i in range(20)), "8 patterns for the same"),
         ("regex", "(", "unclosed"),
         ("regex", "a" * 8001, "8000"),
         ("grammar", "start: unknown", "unknown"),
@@ -146,4 +149,17 @@ def test_what_was_compiled_is_kept_and_answers_do_not_share_their_state(grammars
     assert grammars._cache[wanted] is kept and not second.is_stopped()
     for number in range(100):
         grammars.compile(spec("regex", f"a{{{number}}}b")).result()
-    assert wanted not in grammars._cache and len(grammars._cache) == 64
+    assert wanted not in grammars._cache and len(grammars._cache) == 32
+
+
+def test_so03_a_compilation_without_end_keeps_nobody_from_the_next(checkpoint):
+    grammars = Grammars(lambda: Tokenizer.load(checkpoint("tiny-llama-3.1")))
+    grammars.compile(spec("regex", "a")).result()
+    ended = threading.Event()
+    stuck, waiting = grammars._submit(ended.wait), grammars.compile(spec("regex", "b"))
+    with pytest.raises(TimeoutError):
+        waiting.result(0.05)
+    grammars.go_on()
+    waiting.result(5)
+    ended.set()
+    assert stuck.result(5)

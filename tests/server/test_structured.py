@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from typing import Any
 
 import jsonschema
 import pytest
 
+from jaxserve import structured
 from jaxserve.engine.messages import Add
 from jaxserve.request import RequestError, StructuredSpec
+from jaxserve.server import openai
 from jaxserve.server.schemas import GenerationRequest
 from jaxserve.server.structured import structured_spec
 from jaxserve.tokenizer import Tokenizer
-from tests.server.calls import BOTH, CHAT, Body, both_ways, error_of, ok, post
+from tests.server.calls import BOTH, CHAT, Body, both_ways, error_of, ok, plain, post
 from tests.server.conftest import Served, serve
 from tests.server.obedient import obedient
 
@@ -167,3 +170,21 @@ def test_a_held_answer_of_a_reasoning_model_has_no_thoughts(llama_3: Tokenizer) 
     with serve(llama_3, 518, reasoning_parser="deepseek_r1") as other:
         other.engine.script = obedient(llama_3, 518)
         assert both_ways(other, CHAT, response_format={"type": "json_object"}, max_tokens=200)[0].startswith("{")
+
+
+def test_so03_what_takes_too_long_to_compile_is_refused_and_others_go_on(
+    obeying: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = threading.Event()
+    compile_spec = structured.compile_spec
+    monkeypatch.setattr(openai, "COMPILE_SECONDS", 0.2)
+    monkeypatch.setattr(
+        structured,
+        "compile_spec",
+        lambda spec, tokenizer: ended.wait(30) if spec.value == "slow" else compile_spec(spec, tokenizer),
+    )
+    error = error_of(post(obeying, CHAT, guided_regex="slow"))
+    assert error["param"] == "guided_regex" and "too long" in error["message"]
+    assert not obeying.engine.of_kind(Add)
+    assert plain(obeying, CHAT, guided_regex="quick")[0] == "quick"
+    ended.set()
