@@ -133,6 +133,11 @@ class FakeEngine:
                 self._running.pop(request_id, None)
             case Call(call_id=call_id, method="load"):
                 return Reply(call_id, msgspec.msgpack.encode({"running": len(self._running), "waiting": 0}))
+            case Call(call_id=call_id, method="cancel", argument=group):
+                ended = [a for a in self._running.values() if a.group == group and not a.cancelled]
+                for answer in ended:
+                    answer.cancelled = True
+                return Reply(call_id, msgspec.msgpack.encode(len(ended)))
             case Call(call_id=call_id, method=method):
                 return Reply(call_id, f"# {method}\n".encode())
         return None
@@ -158,6 +163,8 @@ class _Answer:
         logprob: float,
     ) -> None:
         self.client = client
+        self.group = request.group
+        self.cancelled = False
         self._request = request
         self._tokens = tokens
         self._stop_ids = frozenset(request.sampling.stop_token_ids)
@@ -168,6 +175,8 @@ class _Answer:
 
     def next_output(self) -> TokenOutput:
         request_id = self._request.request_id
+        if self.cancelled:
+            return TokenOutput(request_id, [], finish_reason="abort", timings=self._timings())
         if self._request.max_tokens == 0:
             prompt = {"prompt_logprobs": self._prompt_logprobs(), "embedding": self._embedding()}
             return TokenOutput(request_id, [], finish_reason="length", timings=self._timings(), **prompt)

@@ -64,6 +64,8 @@ OPERATIONS = (
     Operation("get", "/version", "The version of the server"),
     Operation("get", "/load", "How many requests run or wait"),
     Operation("get", "/metrics", "Prometheus metrics", media_type="text/plain"),
+    Operation("post", "/reset_prefix_cache", "Forget cached blocks"),
+    Operation("get", "/debug/steps", "What the last steps did, with --enable-debug-steps"),
     Operation("get", "/server_info", "Configuration and limits"),
     Operation("get", "/openapi.json", "This document"),
     Operation("get", "/docs", "This document as a page", media_type="text/html"),

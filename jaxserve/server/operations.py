@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
@@ -77,7 +78,7 @@ async def abort(request: Request[Any, Any, Any]) -> dict[str, Any]:
     """Ends a call by the id of its response, and with an error, whoever reads it."""
     context = context_of(request)
     body = await read_body(request, AbortRequest, context)
-    return {"request_id": body.request_id, "aborted": await context.client.cancel(body.request_id)}
+    return {"request_id": body.request_id, "aborted": await _in_time(context.client.cancel(body.request_id))}
 
 
 @get("/openapi.json")
@@ -95,8 +96,12 @@ def _document(context: ServerContext) -> dict[str, Any]:
     return openapi.document(info, () if context.config.accept_any_model else context.config.model_names)
 
 
-async def _ask(context: ServerContext, method: str, argument: str = "") -> bytes:
+async def _ask(context: ServerContext, method: str) -> bytes:
+    return await _in_time(context.client.call(method))
+
+
+async def _in_time[T](answer: Awaitable[T]) -> T:
     try:
-        return await context.client.call(method, argument)
+        return await answer
     except TimeoutError:
         raise ApiError(503, "The engine does not answer.", code="engine_stuck") from None

@@ -69,7 +69,8 @@ def started(
         (engine_fd, engine_end), (parent_fd, parent_end) = os.pipe(), os.pipe()
         engine_config = EngineConfig(model=str(directory))
         config = ServerConfig(engine=engine_config, served_model_name=(MODEL,), port=0, **settings)
-        listener = stack.enter_context(launch.listen(config))
+        [listener] = launch.listen(config)
+        stack.enter_context(listener)
         startup = {
             "config": msgspec.to_builtins(config),
             "listen_fd": listener.fileno(),
