@@ -228,7 +228,7 @@ class Kernel:
         rows = (jnp.where(warpgroup == 0, item.begin, 0), jnp.clip(item.end - warpgroup * ROWS, 0, ROWS))
         position = item.position + warpgroup * ROWS
         end = jnp.where(rows[1] > 0, ceil_div(position + rows[1], keys) - item.first_step, 0)
-        end = jnp.minimum(end, item.steps)
+        end = jnp.clip(end, 0, item.steps)  # the positions of nobody's tokens are negative
 
         @pl.when(item.steps > 0)
         def _() -> None:

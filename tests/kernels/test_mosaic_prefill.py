@@ -19,6 +19,7 @@ SHAPES = {name: replace(shape, head_dim=64 if shape.head_dim < 64 else 128) for 
 SHAPES |= {
     "items": AttentionShape((700, 300, 64), (300, 129, 64), 8, 2, 128, leading_tokens=70, padding_tokens=13),
     "many": AttentionShape(tuple(range(3, 192, 3)), tuple(range(1, 64)), 8, 2, 128, padding_tokens=3),
+    "nobody": AttentionShape((9, 0, 0), (9, 0, 0), 8, 2, 128, leading_tokens=300, padding_tokens=700),
     "long": AttentionShape((1500, 9000), (140, 33), 8, 2, 128),
     "window-4096": AttentionShape((9000, 500), (200, 50), 8, 2, 128, window=4096, padding_tokens=24),
 }
@@ -46,15 +47,23 @@ def test_float16():
     assert error(SHAPES["chunks"], "float16") < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("window", [None, 100])
-def test_in_the_interpreter(monkeypatch, window):
-    """All kinds of items: of nobody, whole and cut, with and without keys before them."""
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape((9, 200), (9, 131), 2, 1, 64, 32, leading_tokens=3, padding_tokens=2),
+        AttentionShape((9, 200), (9, 131), 2, 1, 64, 32, 100, leading_tokens=3, padding_tokens=2),
+        AttentionShape((9, 0), (9, 0), 2, 1, 64, leading_tokens=140, padding_tokens=400),
+        AttentionShape((0, 0), (0, 0), 2, 1, 64, padding_tokens=200),
+    ],
+    ids=["kinds of items", "window", "mostly nobody", "nobody"],
+)
+def test_in_the_interpreter(monkeypatch, shape):
+    """Items of nobody, whole and cut, with and without keys before them. A barrier that nobody arrives at hangs."""
 
     def add_product(accumulator, a, b):
         return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
     monkeypatch.setattr(mosaic_kernel, "add_product", add_product)  # the interpreter has no accumulator with a value
-    shape = AttentionShape((9, 200), (9, 131), 2, 1, 64, 32, window, leading_tokens=3, padding_tokens=2)
     run = partial(error, shape, "bfloat16", tuning=Tuning(thread_blocks=2))
     assert run(interpret=plgpu.InterpretGPUParams()) < TOLERANCE["bfloat16"]
 
