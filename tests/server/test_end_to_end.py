@@ -446,7 +446,7 @@ def test_at_its_deadline_an_answer_ends_with_what_it_has(tiny: Server, route: st
     """Plain and streamed; nobody else notices."""
     fields = {"completions": {"prompt": "Once"}, "chat": {"messages": [{"role": "user", "content": "Once"}]}}[route]
     path = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}[route]
-    body = {**fields, "max_tokens": 450, "ignore_eos": True, "deadline_ms": 100, "temperature": 0}
+    body = {**fields, "max_tokens": 450, "ignore_eos": True, "deadline_ms": 20, "temperature": 0}
     answer = tiny.http.post(path, json=body).json()
     [choice] = answer["choices"]
     assert choice["finish_reason"] == "length" and choice["stop_reason"] == "deadline"
