@@ -183,7 +183,7 @@ class EngineCore:
         self._constraints.add(request)
         self._arrivals += 1
         if item.deadline is not None:
-            heappush(self._deadlines, (item.deadline, item.request_id))
+            heappush(self._deadlines, (item.deadline, request.request_id))
         self._groups.setdefault(request.group, set()).add(request.request_id)
         self._publish()
 
