@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-if os.environ["JAX_PLATFORMS"] == "cpu":
-    # Half of the tests' time is compiling; of tiny programs, that is not worth optimising.
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
 
 from jaxserve.engine.llm import LLM
 from tests.checkpoints import make_checkpoint
