@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator
+from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import ClassVar
@@ -158,6 +158,19 @@ class ToolParser(ABC):
             self._give_back()
 
     # ---------------------------------------------------------------- JSON
+
+    def _list_of(self, call: Callable[[], Steps[None]]) -> Steps[None]:
+        """Calls between brackets, at least one."""
+        yield from self._space()
+        yield from self._expect("[")
+        while True:
+            yield from self._space()
+            yield from call()
+            yield from self._space()
+            if (yield from self._peek()) == "]":
+                break
+            yield from self._expect(",")
+        yield from self._take()
 
     def _call_object(self) -> Steps[None]:
         """``{"name": …, "arguments": {…}}``; also "parameters", in either order, and further keys passed over."""

@@ -11,16 +11,7 @@ class RequiredParser(ToolParser):
     marked = False
 
     def _parse(self) -> Steps[None]:
-        yield from self._space()
-        yield from self._expect("[")
-        while True:
-            yield from self._space()
-            yield from self._call_object()
-            yield from self._space()
-            if (yield from self._peek()) == "]":
-                break
-            yield from self._expect(",")
-        yield from self._take()
+        yield from self._list_of(self._call_object)
         self._end()
 
 
