@@ -11,6 +11,12 @@ LEAST = tl.constexpr(-3.4028234663852886e38)
 
 CERTAINTY = tl.constexpr(4.5)
 """Standard deviations of the sample's estimates that are allowed for: a row in 10^5 falls outside, and is slower."""
+HOPELESS = tl.constexpr(30.0)
+"""So far below the largest score none wins: the noise of 32 bits spans less than 26."""
+ROUNDING = tl.constexpr(1.0001)
+"""More than all errors of comparing without logarithms."""
+PART = tl.constexpr(256)
+"""Of a chunk, looked at in one go where all of it needs logarithms."""
 PIVOT_BITS = tl.constexpr(22)
 """Of a pivot's key: sign, exponent and 13 bits of mantissa."""
 PIVOT_STEP = tl.constexpr(1 << 10)
@@ -153,11 +159,15 @@ def pivot_kernel(
 
 
 @triton.jit
+def _uniform(bits):
+    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
 def noisy(bits, x, peak, scale):
     """Scores with Gumbel noise, the logarithm of an exponential variate: with full resolution where that is small,
     which is where the largest noise comes from."""
-    uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    uniform = tl.minimum(uniform, 1.0 - 5.9604644775390625e-08)
+    uniform = tl.minimum(_uniform(bits), 1.0 - 5.9604644775390625e-08)
     series = uniform + uniform * uniform * (0.5 + uniform * (0.3333333333333333 + uniform * 0.25))
     exponential = tl.where(uniform < 0.01, series, -tl.log(1.0 - uniform))
     return (x - peak) * scale - tl.log(exponential)
@@ -171,6 +181,52 @@ def random_words(seeds_ptr, positions_ptr, choices_ptr, row, group):
     zero = (group * 0).to(tl.uint32)
     position, choice = tl.load(positions_ptr + row).to(tl.uint32), tl.load(choices_ptr + row).to(tl.uint32)
     return tl.philox(seed, group.to(tl.uint32), zero + position, zero + choice, zero)
+
+
+@triton.jit
+def random_bits(seeds_ptr, positions_ptr, choices_ptr, row, ids):
+    """Each id's word."""
+    a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, ids // 4)
+    return tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d))
+
+
+@triton.jit
+def better(score, best, scores, ids, VOCAB: tl.constexpr):
+    """The better of a token and the best of others; of equal ones the lowest id."""
+    highest = tl.max(scores, 0)
+    first = tl.min(tl.where(scores == highest, ids, VOCAB), 0)
+    best = tl.where((highest > score) | ((highest == score) & (first < best)), first, best)
+    return tl.maximum(score, highest), best
+
+
+@triton.jit
+def _race(
+    row_ptr, x, chunk, sure, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Noisy score and id of a chunk's best token of those at or above ``sure``; there is one.
+
+    The best noisy score is the least of variate over weight. A variate is hardly more than its uniform number where
+    that is small, and never less: the logarithms are taken of the winner by uniform numbers alone, and only if another
+    could still beat it, once in thousands of chunks, of all.
+    """
+    group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+    a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)
+    bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    arrival = tl.where(x >= sure, _uniform(bits) * tl.exp((peak - x) * scale), float("inf"))
+    first = tl.min(arrival, 0)
+    best = tl.minimum(tl.min(tl.where(arrival == first, ids, VOCAB), 0), VOCAB - 1)
+    bits_of_best = random_bits(seeds_ptr, positions_ptr, choices_ptr, row, best)
+    score = noisy(bits_of_best, tl.load(row_ptr + best), peak, scale)
+    if tl.sum((arrival <= tl.exp(-score) * ROUNDING).to(tl.int32), 0) > 1:
+        for at in range(chunk * CHUNK, (chunk + 1) * CHUNK, PART):
+            part = at + tl.arange(0, PART)
+            logits = tl.load(row_ptr + part, mask=part < VOCAB, other=float("-inf"))
+            part_bits = random_bits(seeds_ptr, positions_ptr, choices_ptr, row, part)
+            scores = tl.where(logits >= sure, noisy(part_bits, logits, peak, scale), float("-inf"))
+            score, best = better(score, best, scores, part, VOCAB)
+    return score, best
 
 
 @triton.jit
@@ -190,7 +246,8 @@ def draw_kernel(
         scale = scale_of(temperature)
         place = row * CHUNKS + chunk
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=float("-inf"))
+        row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
+        x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
         sure = floor
         if cut_p | cut_k:
             low, sure = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
@@ -205,12 +262,10 @@ def draw_kernel(
                 slot = tl.cumsum(asked, 0) - 1
                 tl.store(list_ptr + place.to(tl.int64) * SEGMENT + slot, ids, mask=(asked == 1) & (slot < SEGMENT))
         score, best = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
+        sure = tl.maximum(sure, peak - HOPELESS * temperature)
         if tl.load(stats_ptr + row * 3 * CHUNKS + chunk) >= sure:
-            group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-            a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)
-            bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-            scores = tl.where(x >= sure, noisy(bits, x, peak, scale), float("-inf"))
-            score = tl.max(scores, 0)
-            best = tl.min(tl.where(scores == score, ids, VOCAB), 0)
+            score, best = _race(
+                row_ptr, x, chunk, sure, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB, CHUNK
+            )
         tl.store(score_ptr + place, score)
         tl.store(best_ptr + place, best)

@@ -7,12 +7,13 @@ import triton.language as tl
 
 from pallas_kernels.triton_sampling_kernels import (
     TINY,
+    better,
     chunk_peaks,
     cuts,
     noisy,
     ordered,
     peak_and_floor,
-    random_words,
+    random_bits,
     scale_of,
 )
 
@@ -150,13 +151,9 @@ def _draw_kept(
             ids = tl.load(ids_ptr + ids, mask=ids < total, other=VOCAB)
         in_k, k_ties = _within(keys, k_threshold, k_room, k_ties)
         in_p, p_ties = _within(keys, p_threshold, p_room, p_ties)
-        a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, ids // 4)
-        bits = tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d))
-        candidates = tl.where(in_k & in_p, noisy(bits, x, peak, scale), float("-inf"))
-        highest = tl.max(candidates, 0)
-        first = tl.min(tl.where(candidates == highest, ids, VOCAB), 0)
-        best = tl.where((highest > score) | ((highest == score) & (first < best)), first, best)
-        score = tl.maximum(score, highest)
+        bits = random_bits(seeds_ptr, positions_ptr, choices_ptr, row, ids)
+        scores = tl.where(in_k & in_p, noisy(bits, x, peak, scale), float("-inf"))
+        score, best = better(score, best, scores, ids, VOCAB)
     return score, best
 
 
