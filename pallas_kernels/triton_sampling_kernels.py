@@ -9,17 +9,18 @@ TINY = tl.constexpr(2.0**-126)
 LEAST = tl.constexpr(-3.4028234663852886e38)
 """The least finite float."""
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 CERTAINTY = tl.constexpr(4.5)
 """Standard deviations of the sample's estimates that are allowed for: a row in 10^5 falls outside, and is slower."""
 HOPELESS = tl.constexpr(30.0)
 """So far below the largest score none wins: the noise of 32 bits spans less than 26."""
-ROUNDING = tl.constexpr(1.0001)
-"""More than all errors of comparing without logarithms."""
-PART = tl.constexpr(256)
-"""Of a chunk, looked at in one go where all of it needs logarithms."""
-PIVOT_BITS = tl.constexpr(22)
-"""Of a pivot's key: sign, exponent and 13 bits of mantissa."""
-PIVOT_STEP = tl.constexpr(1 << 10)
+STEP = tl.constexpr(2.0**-32)
+"""Of the uniform numbers."""
+HALF_SQUARE = tl.constexpr(2.0**-65)
+PIVOT_BITS = tl.constexpr(19)
+"""Of a pivot's key: sign, exponent and 10 bits of mantissa."""
+PIVOT_STEP = tl.constexpr(1 << 13)
 """What its other bits leave open."""
 
 
@@ -33,6 +34,12 @@ def cuts(top_p_ptr, top_k_ptr, row, VOCAB: tl.constexpr):
 @triton.jit
 def scale_of(temperature):
     return 1.0 / tl.maximum(temperature, 1e-30)
+
+
+@triton.jit
+def exp(x):
+    """Less than half the instructions of ``tl.exp``, which also gives results that are denormal."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -70,21 +77,24 @@ def exponentials(x, ids, VOCAB: tl.constexpr):
     """The largest of a chunk's logits, and the sum of exponentials relative to it, NaN where one is not finite."""
     peak = tl.max(x, 0)
     finite = (x > float("-inf")) | (ids >= VOCAB)
-    return peak, tl.sum(tl.where(finite, tl.exp(x - tl.maximum(peak, LEAST)), float("nan")), 0)
+    return peak, tl.sum(tl.where(finite, exp(x - tl.maximum(peak, LEAST)), float("nan")), 0)
 
 
 @triton.jit
 def stats_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    STRIDE: tl.constexpr, SAMPLE: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, chunks). ``stats[R, 3, chunks]``: the largest logit; the sum of exponentials relative to it, NaN where a
-    logit is not finite; and that of the weights, which are exponentials over temperature. ``best[R, chunks]``: the
-    lowest id of the largest. ``sample[R, SAMPLE]``: of each STRIDE logits one, where the row has a cut."""
+    logit is not finite; and, for top-p alone, that of the weights, which are exponentials over temperature.
+    ``best[R, chunks]``: the lowest id of the largest. ``sample[R, SAMPLE]``: of each STRIDE logits one, where the row
+    has a cut; a program takes TAKEN."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
-    x = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=inside, other=float("-inf"))
+    row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
+    x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
     peak, total = exponentials(x, ids, VOCAB)
     best = tl.min(tl.where(inside & (x == peak), ids, VOCAB), 0)
     place = row * CHUNKS + chunk
@@ -95,11 +105,12 @@ def stats_kernel(
     temperature = tl.load(temperature_ptr + row)
     _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
     if (temperature > 0.0) & (cut_p | cut_k):
-        tl.store(at + 2 * CHUNKS, tl.sum(tl.exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
+        if cut_k == 0:
+            tl.store(at + 2 * CHUNKS, tl.sum(exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
+        index = chunk * TAKEN + tl.arange(0, TAKEN)
         # Not always the first: a vocabulary may have an order.
-        index = ids // STRIDE
-        taken = (ids % STRIDE == index * 11 % STRIDE) & (index < SAMPLE)
-        tl.store(sample_ptr + row * SAMPLE + index, x, mask=taken)
+        taken = tl.load(row_ptr + index * STRIDE + index * 11 % STRIDE, mask=index < SAMPLE, other=float("-inf"))
+        tl.store(sample_ptr + row * SAMPLE + index, taken, mask=index < SAMPLE)
 
 
 @triton.jit
@@ -123,7 +134,7 @@ def pivot_kernel(
         slot, chunk = tl.arange(0, SAMPLE_PAD), tl.arange(0, CHUNKS_PAD)
         x = tl.load(sample_ptr + row * SAMPLE + slot, mask=slot < SAMPLE, other=float("-inf"))
         valid, keys = x > float("-inf"), ordered(x)
-        weights = tl.where(valid, tl.where(cut_k, 1.0, tl.exp((x - peak) * scale)), 0.0)
+        weights = tl.where(valid, tl.where(cut_k, 1.0, exp((x - peak) * scale)), 0.0)
         number = tl.sum(valid.to(tl.float32), 0)
         each = VOCAB / SAMPLE  # tokens that one of the sample stands for
         rank = tl.maximum(top_k, 0).to(tl.float32) / each
@@ -132,7 +143,7 @@ def pivot_kernel(
         wanted = tl.where(upper, rank - spread - 4.0, rank + spread + 6.0)
         peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
         sums = tl.load(stats_ptr + (row * 3 + 2) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-        total = tl.sum(sums * tl.exp((peaks - peak) * scale), 0)
+        total = tl.where(cut_k, 0.0, tl.sum(sums * tl.exp((peaks - peak) * scale), 0))
         dropped = tl.sum(tl.where(x < floor, weights, 0.0), 0)  # by min-p, of the sample
         spare = dropped + (1.0 - top_p) * tl.maximum(total / each - dropped, 0.0)
         found = tl.zeros([2], tl.uint32)
@@ -159,85 +170,40 @@ def pivot_kernel(
 
 
 @triton.jit
-def _uniform(bits):
-    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-
-
-@triton.jit
-def noisy(bits, x, peak, scale):
-    """Scores with Gumbel noise, the logarithm of an exponential variate: with full resolution where that is small,
-    which is where the largest noise comes from."""
-    uniform = tl.minimum(_uniform(bits), 1.0 - 5.9604644775390625e-08)
-    series = uniform + uniform * uniform * (0.5 + uniform * (0.3333333333333333 + uniform * 0.25))
-    exponential = tl.where(uniform < 0.01, series, -tl.log(1.0 - uniform))
-    return (x - peak) * scale - tl.log(exponential)
-
-
-@triton.jit
 def random_words(seeds_ptr, positions_ptr, choices_ptr, row, group):
-    """Philox's four words for groups of four ids."""
-    low, high = tl.load(seeds_ptr + 2 * row), tl.load(seeds_ptr + 2 * row + 1)
-    seed = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    """Philox's four words for groups of four ids, as in ``philox``; a product's halves are of one instruction."""
+    k0, k1 = tl.load(seeds_ptr + 2 * row).to(tl.uint32), tl.load(seeds_ptr + 2 * row + 1).to(tl.uint32)
     zero = (group * 0).to(tl.uint32)
-    position, choice = tl.load(positions_ptr + row).to(tl.uint32), tl.load(choices_ptr + row).to(tl.uint32)
-    return tl.philox(seed, group.to(tl.uint32), zero + position, zero + choice, zero)
+    c0, c1 = group.to(tl.uint32), zero + tl.load(positions_ptr + row).to(tl.uint32)
+    c2, c3 = zero + tl.load(choices_ptr + row).to(tl.uint32), zero
+    for step in tl.static_range(10):
+        product0, product1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        key0, key1 = k0 + (step * 0x9E3779B9) % 2**32, k1 + (step * 0xBB67AE85) % 2**32
+        c0, c2 = (product1 >> 32).to(tl.uint32) ^ c1 ^ key0, (product0 >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
+    return c0, c1, c2, c3
 
 
 @triton.jit
-def random_bits(seeds_ptr, positions_ptr, choices_ptr, row, ids):
-    """Each id's word."""
-    a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, ids // 4)
-    return tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d))
-
-
-@triton.jit
-def better(score, best, scores, ids, VOCAB: tl.constexpr):
-    """The better of a token and the best of others; of equal ones the lowest id."""
-    highest = tl.max(scores, 0)
-    first = tl.min(tl.where(scores == highest, ids, VOCAB), 0)
-    best = tl.where((highest > score) | ((highest == score) & (first < best)), first, best)
-    return tl.maximum(score, highest), best
-
-
-@triton.jit
-def _race(
-    row_ptr, x, chunk, sure, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Noisy score and id of a chunk's best token of those at or above ``sure``; there is one.
-
-    The best noisy score is the least of variate over weight. A variate is hardly more than its uniform number where
-    that is small, and never less: the logarithms are taken of the winner by uniform numbers alone, and only if another
-    could still beat it, once in thousands of chunks, of all.
-    """
-    group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-    a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)
-    bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    arrival = tl.where(x >= sure, _uniform(bits) * tl.exp((peak - x) * scale), float("inf"))
-    first = tl.min(arrival, 0)
-    best = tl.minimum(tl.min(tl.where(arrival == first, ids, VOCAB), 0), VOCAB - 1)
-    bits_of_best = random_bits(seeds_ptr, positions_ptr, choices_ptr, row, best)
-    score = noisy(bits_of_best, tl.load(row_ptr + best), peak, scale)
-    if tl.sum((arrival <= tl.exp(-score) * ROUNDING).to(tl.int32), 0) > 1:
-        for at in range(chunk * CHUNK, (chunk + 1) * CHUNK, PART):
-            part = at + tl.arange(0, PART)
-            logits = tl.load(row_ptr + part, mask=part < VOCAB, other=float("-inf"))
-            part_bits = random_bits(seeds_ptr, positions_ptr, choices_ptr, row, part)
-            scores = tl.where(logits >= sure, noisy(part_bits, logits, peak, scale), float("-inf"))
-            score, best = better(score, best, scores, part, VOCAB)
-    return score, best
+def contenders(sure, peak, temperature):
+    """The least logit that may win with noise, of those at or above ``sure``."""
+    return tl.maximum(sure, peak - HOPELESS * temperature)
 
 
 @triton.jit
 def draw_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
-    stats_ptr, bounds_ptr, amounts_ptr, score_ptr, best_ptr, count_ptr, list_ptr, SEGMENT: tl.constexpr,
+    stats_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr, SEGMENT: tl.constexpr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, chunks). Noisy ``score`` and id (``best``) of the best token at or above the upper bound; the ids of
-    those between the bounds: their ``count[R, chunks]``, and the first SEGMENT in ``list[R, chunks, SEGMENT]``; and
-    ``amounts[R, 2, chunks]``: the weight of all tokens, and the number (for top-k) or weight of those above."""
+    """Grid (R, chunks). Of the tokens at or above the upper bound the first and second ``arrival[R, 2, chunks]``, and
+    the id (``best``) of the first; the ids of those between the bounds: their ``count[R, chunks]``, and the first
+    SEGMENT in ``list[R, chunks, SEGMENT]``; and ``amounts[R, 2, chunks]``: without top-k the weight of all tokens; and
+    the number (for top-k) or weight of those above.
+
+    The best noisy score is that of the least exponential variate over weight. An arrival is somewhat less than that: it
+    has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
@@ -251,21 +217,30 @@ def draw_kernel(
         sure = floor
         if cut_p | cut_k:
             low, sure = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
-            weights = tl.where(x >= floor, tl.exp((x - peak) * scale), 0.0)
-            amount = tl.where(x >= sure, tl.where(cut_k, 1.0, weights), 0.0)
-            tl.store(amounts_ptr + 2 * row * CHUNKS + chunk, tl.sum(weights, 0))
-            tl.store(amounts_ptr + (2 * row + 1) * CHUNKS + chunk, tl.sum(amount, 0))
+            above_at = amounts_ptr + (2 * row + 1) * CHUNKS + chunk
+            if cut_k:
+                tl.store(above_at, tl.sum((x >= sure).to(tl.float32), 0))
+            else:
+                weights = tl.where(x >= floor, exp((x - peak) * scale), 0.0)
+                tl.store(amounts_ptr + 2 * row * CHUNKS + chunk, tl.sum(weights, 0))
+                tl.store(above_at, tl.sum(tl.where(x >= sure, weights, 0.0), 0))
             asked = ((x >= low) & (x < sure)).to(tl.int32)
             count = tl.sum(asked, 0)
             tl.store(count_ptr + place, count)
             if count > 0:
                 slot = tl.cumsum(asked, 0) - 1
                 tl.store(list_ptr + place.to(tl.int64) * SEGMENT + slot, ids, mask=(asked == 1) & (slot < SEGMENT))
-        score, best = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
-        sure = tl.maximum(sure, peak - HOPELESS * temperature)
+        first, best = tl.full([], float("inf"), tl.float32), tl.full([], VOCAB, tl.int32)
+        second, sure = first, contenders(sure, peak, temperature)
         if tl.load(stats_ptr + row * 3 * CHUNKS + chunk) >= sure:
-            score, best = _race(
-                row_ptr, x, chunk, sure, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB, CHUNK
-            )
-        tl.store(score_ptr + place, score)
+            group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+            a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)
+            bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.float32)
+            arrival = bits * (STEP + bits * HALF_SQUARE) * exp((peak - x) * scale)
+            arrival = tl.where(x >= sure, arrival, float("inf"))
+            first = tl.min(arrival, 0)
+            best = tl.min(tl.where(arrival == first, ids, VOCAB), 0)
+            second = tl.min(tl.where(ids == best, float("inf"), arrival), 0)
+        tl.store(arrival_ptr + 2 * row * CHUNKS + chunk, first)
+        tl.store(arrival_ptr + (2 * row + 1) * CHUNKS + chunk, second)
         tl.store(best_ptr + place, best)
