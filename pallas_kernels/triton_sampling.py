@@ -67,7 +67,7 @@ def run_kernels(
     """The kernels in order. ``call(kernel, grid, operands, out, **parameters)`` runs one and returns its results, which
     ``out`` describes: a dtype and a shape each."""
     count, chunks, sample = plan.rows, plan.chunks, plan.vocab // plan.stride
-    cuts = (rows.temperature, rows.top_p, rows.min_p, rows.top_k)
+    cuts = (rows.temperature, rows.top_p, rows.top_k)
     noise = (rows.seeds, rows.choices, positions)
     floats, ids = jnp.float32, jnp.int32
     shared = dict(VOCAB=plan.vocab, CHUNKS=chunks)
@@ -75,19 +75,19 @@ def run_kernels(
     # Few warps to a chunk's program, whose steps wait for each other: more programs run at a time.
     of_chunk, of_row = dict(CHUNK=plan.chunk, num_warps=4), dict(num_warps=8, **padded)
     stats, argmax, sampled = call(
-        stats_kernel, (count, chunks), (logits, rows.temperature, rows.top_p, rows.top_k),
+        stats_kernel, (count, chunks), (logits, *cuts),
         [(floats, (count, 3, chunks)), (ids, (count, chunks)), (floats, (count, sample))],
         STRIDE=plan.stride, SAMPLE=sample, TAKEN=triton.next_power_of_2(triton.cdiv(sample, chunks)),
         **of_chunk, **shared,
     )  # fmt: skip
     [bounds] = call(
-        pivot_kernel, (count,), (*cuts, stats, sampled), [(floats, (count, 2))],
+        pivot_kernel, (count,), (*cuts, rows.min_p, stats, sampled), [(floats, (count, 4))],
         SAMPLE=sample, SAMPLE_PAD=triton.next_power_of_2(sample), LISTED=plan.listed, **of_row,
     )  # fmt: skip
     drawn = call(
         draw_kernel, (count, chunks), (logits, *cuts, *noise, stats, bounds),
         [*[(floats, (count, 2, chunks))] * 2, *[(ids, (count, chunks))] * 2, (ids, (count, chunks, plan.segment))],
-        SEGMENT=plan.segment, **of_chunk, **padded,
+        SEGMENT=plan.segment, **of_chunk, **shared,
     )  # fmt: skip
     tokens, normalizers, *_ = call(
         resolve_kernel, (count,), (logits, *cuts, *noise, stats, argmax, bounds, *drawn),

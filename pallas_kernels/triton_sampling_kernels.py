@@ -18,9 +18,9 @@ HOPELESS = tl.constexpr(30.0)
 STEP = tl.constexpr(2.0**-32)
 """Of the uniform numbers."""
 HALF_SQUARE = tl.constexpr(2.0**-65)
-PIVOT_BITS = tl.constexpr(19)
-"""Of a pivot's key: sign, exponent and 10 bits of mantissa."""
-PIVOT_STEP = tl.constexpr(1 << 13)
+PIVOT_BITS = tl.constexpr(17)
+"""Of a pivot's key: sign, exponent and 8 bits of mantissa."""
+PIVOT_STEP = tl.constexpr(1 << 15)
 """What its other bits leave open."""
 
 
@@ -63,7 +63,14 @@ def chunk_peaks(stats_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
 
 
 @triton.jit
-def peak_and_floor(stats_ptr, row, temperature, min_p, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+def bounds_of(bounds_ptr, row):
+    """What ``pivot_kernel`` found: lower and upper bound, the largest logit, the floor."""
+    at = bounds_ptr + 4 * row
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _peak_and_floor(stats_ptr, row, temperature, min_p, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
     """The row's largest logit, and the least that min-p keeps, a finite one: what is -inf is never listed."""
     peak = tl.max(chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD), 0)
     floor = tl.full([], LEAST, tl.float32)
@@ -114,59 +121,79 @@ def stats_kernel(
 
 
 @triton.jit
-def pivot_kernel(
-    temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, stats_ptr, sample_ptr, bounds_ptr,
+def _bracket(
+    stats_ptr, sample_ptr, row, temperature, top_p, top_k, cut_p, cut_k, peak, floor,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
     SAMPLE: tl.constexpr, SAMPLE_PAD: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R,): ``bounds[R, 2]``, logits between which the cut lies, almost surely, by the sample. The upper one is
-    infinite where no more than about LISTED tokens are above the lower.
+    """Two logits between which the cut lies, almost surely, by the sample. The upper one is infinite where no more than
+    about LISTED tokens are above the lower.
 
     A cut by top-k is a rank, about as far down the sample. One by top-p is where what is below adds up to what may go:
     few large weights say little about where that is, and they are not below. Binary search by keys, both at once.
     """
+    scale = scale_of(temperature)
+    slot, chunk = tl.arange(0, SAMPLE_PAD), tl.arange(0, CHUNKS_PAD)
+    x = tl.load(sample_ptr + row * SAMPLE + slot, mask=slot < SAMPLE, other=float("-inf"))
+    valid, keys = x > float("-inf"), ordered(x)
+    weights = tl.where(valid, tl.where(cut_k, 1.0, exp((x - peak) * scale)), 0.0)
+    number = tl.sum(valid.to(tl.float32), 0)
+    each = VOCAB / SAMPLE  # tokens that one of the sample stands for
+    rank = tl.maximum(top_k, 0).to(tl.float32) / each
+    spread = CERTAINTY * tl.sqrt(rank)
+    upper = tl.arange(0, 2) == 1
+    wanted = tl.where(upper, rank - spread - 4.0, rank + spread + 6.0)
+    peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
+    sums = tl.load(stats_ptr + (row * 3 + 2) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+    total = tl.where(cut_k, 0.0, tl.sum(sums * tl.exp((peaks - peak) * scale), 0))
+    dropped = tl.sum(tl.where(x < floor, weights, 0.0), 0)  # by min-p, of the sample
+    spare = dropped + (1.0 - top_p) * tl.maximum(total / each - dropped, 0.0)
+    found = tl.zeros([2], tl.uint32)
+    least, most = ordered(tl.full([], LEAST, tl.float32)), ordered(peak)
+    for bit in range(0, PIVOT_BITS):
+        candidate = found | (tl.full([2], 1, tl.uint32) << (31 - bit))
+        less = keys[None, :] < candidate[:, None]
+        below = tl.sum(tl.where(less, weights[None, :], 0.0), 1)
+        squares = tl.sum(tl.where(less, weights[None, :] * weights[None, :], 0.0), 1)
+        deviation = CERTAINTY * tl.sqrt(tl.maximum(squares - below * below / tl.maximum(number, 1.0), 0.0))
+        # The sample may have missed the few below that there are, none heavier than the candidate.
+        distance = tl.maximum(_float_of(tl.minimum(tl.maximum(candidate, least), most)) - peak, -1e30)
+        heaviest = tl.exp(distance * scale)
+        bound = tl.where(upper, below - deviation, below + deviation + 2.0 * CERTAINTY * heaviest)
+        holds = tl.where(cut_k, number - below >= wanted, bound <= spare)
+        found = tl.where(holds & (candidate <= most), candidate, found)
+    found = tl.maximum(found, least)
+    low = tl.maximum(_float_of(tl.max(tl.where(upper, 0, found), 0)), floor)
+    high = _float_of(tl.max(tl.where(upper, found, 0), 0) + PIVOT_STEP)
+    few = tl.sum((x >= low).to(tl.float32), 0) * each <= LISTED
+    open_ended = few | (cut_k & cut_p) | (cut_k & (rank - spread - 4.0 < 1.0))
+    return low, tl.where(open_ended, float("inf"), tl.maximum(high, floor))
+
+
+@triton.jit
+def pivot_kernel(
+    temperature_ptr, top_p_ptr, top_k_ptr, min_p_ptr, stats_ptr, sample_ptr, bounds_ptr,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    SAMPLE: tl.constexpr, SAMPLE_PAD: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Grid (R,): ``bounds[R, 4]``: two logits between which the cut lies, both the floor if there is none; the largest
+    logit; and the floor, the least logit that min-p keeps."""
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     top_p, top_k, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
-    if (temperature > 0.0) & (cut_p | cut_k):
-        scale = scale_of(temperature)
-        peak, floor = peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
-        slot, chunk = tl.arange(0, SAMPLE_PAD), tl.arange(0, CHUNKS_PAD)
-        x = tl.load(sample_ptr + row * SAMPLE + slot, mask=slot < SAMPLE, other=float("-inf"))
-        valid, keys = x > float("-inf"), ordered(x)
-        weights = tl.where(valid, tl.where(cut_k, 1.0, exp((x - peak) * scale)), 0.0)
-        number = tl.sum(valid.to(tl.float32), 0)
-        each = VOCAB / SAMPLE  # tokens that one of the sample stands for
-        rank = tl.maximum(top_k, 0).to(tl.float32) / each
-        spread = CERTAINTY * tl.sqrt(rank)
-        upper = tl.arange(0, 2) == 1
-        wanted = tl.where(upper, rank - spread - 4.0, rank + spread + 6.0)
-        peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
-        sums = tl.load(stats_ptr + (row * 3 + 2) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-        total = tl.where(cut_k, 0.0, tl.sum(sums * tl.exp((peaks - peak) * scale), 0))
-        dropped = tl.sum(tl.where(x < floor, weights, 0.0), 0)  # by min-p, of the sample
-        spare = dropped + (1.0 - top_p) * tl.maximum(total / each - dropped, 0.0)
-        found = tl.zeros([2], tl.uint32)
-        least, most = ordered(tl.full([], LEAST, tl.float32)), ordered(peak)
-        for bit in range(0, PIVOT_BITS):
-            candidate = found | (tl.full([2], 1, tl.uint32) << (31 - bit))
-            less = keys[None, :] < candidate[:, None]
-            below = tl.sum(tl.where(less, weights[None, :], 0.0), 1)
-            squares = tl.sum(tl.where(less, weights[None, :] * weights[None, :], 0.0), 1)
-            deviation = CERTAINTY * tl.sqrt(tl.maximum(squares - below * below / tl.maximum(number, 1.0), 0.0))
-            # The sample may have missed the few below that there are, none heavier than the candidate.
-            distance = tl.maximum(_float_of(tl.minimum(tl.maximum(candidate, least), most)) - peak, -1e30)
-            heaviest = tl.exp(distance * scale)
-            bound = tl.where(upper, below - deviation, below + deviation + 2.0 * CERTAINTY * heaviest)
-            holds = tl.where(cut_k, number - below >= wanted, bound <= spare)
-            found = tl.where(holds & (candidate <= most), candidate, found)
-        found = tl.maximum(found, least)
-        low = tl.maximum(_float_of(tl.max(tl.where(upper, 0, found), 0)), floor)
-        high = _float_of(tl.max(tl.where(upper, found, 0), 0) + PIVOT_STEP)
-        few = tl.sum((x >= low).to(tl.float32), 0) * each <= LISTED
-        open_ended = few | (cut_k & cut_p) | (cut_k & (rank - spread - 4.0 < 1.0))
-        tl.store(bounds_ptr + 2 * row, low)
-        tl.store(bounds_ptr + 2 * row + 1, tl.where(open_ended, float("inf"), tl.maximum(high, floor)))
+    if temperature > 0.0:
+        peak, floor = _peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
+        low, sure = floor, floor
+        if cut_p | cut_k:
+            low, sure = _bracket(
+                stats_ptr, sample_ptr, row, temperature, top_p, top_k, cut_p, cut_k, peak, floor,
+                VOCAB, CHUNKS, CHUNKS_PAD, SAMPLE, SAMPLE_PAD, LISTED,
+            )  # fmt: skip
+        at = bounds_ptr + 4 * row
+        tl.store(at, low)
+        tl.store(at + 1, sure)
+        tl.store(at + 2, peak)
+        tl.store(at + 3, floor)
 
 
 @triton.jit
@@ -192,9 +219,9 @@ def contenders(sure, peak, temperature):
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
-    stats_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr, SEGMENT: tl.constexpr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
+    stats_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, chunks). Of the tokens at or above the upper bound the first and second ``arrival[R, 2, chunks]``, and
     the id (``best``) of the first; the ids of those between the bounds: their ``count[R, chunks]``, and the first
@@ -208,15 +235,13 @@ def draw_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
         _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
-        peak, floor = peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
+        low, sure, peak, floor = bounds_of(bounds_ptr, row)
         scale = scale_of(temperature)
         place = row * CHUNKS + chunk
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
         x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
-        sure = floor
         if cut_p | cut_k:
-            low, sure = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
             above_at = amounts_ptr + (2 * row + 1) * CHUNKS + chunk
             if cut_k:
                 tl.store(above_at, tl.sum((x >= sure).to(tl.float32), 0))

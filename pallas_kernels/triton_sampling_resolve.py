@@ -8,12 +8,12 @@ import triton.language as tl
 from pallas_kernels.triton_sampling_kernels import (
     STEP,
     TINY,
+    bounds_of,
     chunk_peaks,
     contenders,
     cuts,
     exp,
     ordered,
-    peak_and_floor,
     random_words,
     scale_of,
 )
@@ -226,7 +226,7 @@ def _draw_sure(
 
 @triton.jit
 def resolve_kernel(
-    logits_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
+    logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
     stats_ptr, argmax_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr,
     out_ptr, normalizer_ptr, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
@@ -244,11 +244,8 @@ def resolve_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
         top_p, top_k, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
-        _, floor = peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
-        scale = scale_of(temperature)
-        row_ptr, sure = logits_ptr + row.to(tl.int64) * VOCAB, floor
-        if cut_p | cut_k:
-            sure = tl.load(bounds_ptr + 2 * row + 1)
+        low, sure, _, floor = bounds_of(bounds_ptr, row)
+        scale, row_ptr = scale_of(temperature), logits_ptr + row.to(tl.int64) * VOCAB
         score, drawn = _draw_sure(
             row_ptr,
             arrival_ptr + 2 * row * CHUNKS,
@@ -272,7 +269,6 @@ def resolve_kernel(
             above = tl.sum(tl.load(amounts_ptr + (2 * row + 1) * CHUNKS + chunk, mask=here, other=0.0), 0)
             wanted = tl.where(cut_k, top_k.to(tl.float32), tl.maximum(top_p * weight, TINY))
             count = tl.load(count_ptr + place, mask=here, other=0)
-            low = tl.load(bounds_ptr + 2 * row)
             row_tokens_ptr, row_ids_ptr = tokens_ptr + row * CAPACITY, ids_ptr + row * CAPACITY
             k_threshold, k_room = tl.full([], 0, tl.uint32), tl.full([], -1, tl.int32)
             listed = (tl.max(count, 0) <= SEGMENT) & (tl.sum(count, 0) <= CAPACITY) & (above < wanted)
