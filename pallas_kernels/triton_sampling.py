@@ -5,11 +5,11 @@ Logits are read in chunks of a fixed size, a program each, so that a row's bits 
 - ``stats``: of each chunk the largest logit and the sums of exponentials, and a sample of one token in thirty.
 - ``pivot``, a program a row: from the sample, two logits that the cut lies between (top-k's, or top-p's where there is
   no top-k), almost surely.
-- ``draw``: the best noisy token of those above both, which are kept for sure; a list of those between; and exact sums,
+- ``draw``: the likely winners of those above both, which are kept for sure; a list of those between; and exact sums,
   which tell whether the cut is where the sample has it.
-- ``resolve``, a program a row: the exact cuts, and the best noisy token, of the list. Where the sample was wrong or the
-  list overflows (thousands of equal logits at the cut, or top-p after a top-k of thousands) it takes the whole row:
-  slow, but as exact.
+- ``resolve``, a program a row: the best noisy token of the winners and, by the exact cuts, of the list. Where the
+  sample was wrong or the list overflows (thousands of equal logits at the cut, or top-p after a top-k of thousands) it
+  takes the whole row: slow, but as exact.
 
 The kept set, the noise and the ties are those of ``sampling``, the reference.
 """
@@ -40,12 +40,12 @@ class SamplingPlan:
 
     rows: int
     vocab: int
-    chunk: int = 4096
+    chunk: int = 2048
     stride: int = 32
     """Of so many logits one is in the sample."""
     listed: int = 3072
     """So many tokens are rather listed than bounded from above."""
-    segment: int = 2048
+    segment: int = 1024
     """What a chunk's list takes."""
     capacity: int = 16384
     """What a row's list takes."""
@@ -67,30 +67,32 @@ def run_kernels(
     """The kernels in order. ``call(kernel, grid, operands, out, **parameters)`` runs one and returns its results, which
     ``out`` describes: a dtype and a shape each."""
     count, chunks, sample = plan.rows, plan.chunks, plan.vocab // plan.stride
-    cuts = (rows.temperature, rows.top_p, rows.min_p, rows.top_k)
+    cuts = (rows.temperature, rows.top_p, rows.top_k)
     noise = (rows.seeds, rows.choices, positions)
     floats, ids = jnp.float32, jnp.int32
     shared = dict(VOCAB=plan.vocab, CHUNKS=chunks)
     padded = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), **shared)
+    # Few warps to a chunk's program, whose steps wait for each other: more programs run at a time.
+    of_chunk, of_row = dict(CHUNK=plan.chunk, num_warps=4), dict(num_warps=8, **padded)
     stats, argmax, sampled = call(
-        stats_kernel, (count, chunks), (logits, rows.temperature, rows.top_p, rows.top_k),
+        stats_kernel, (count, chunks), (logits, *cuts),
         [(floats, (count, 3, chunks)), (ids, (count, chunks)), (floats, (count, sample))],
-        CHUNK=plan.chunk, STRIDE=plan.stride, SAMPLE=sample, **shared,
+        STRIDE=plan.stride, SAMPLE=sample, TAKEN=triton.next_power_of_2(triton.cdiv(sample, chunks)),
+        **of_chunk, **shared,
     )  # fmt: skip
     [bounds] = call(
-        pivot_kernel, (count,), (*cuts, stats, sampled), [(floats, (count, 2))],
-        SAMPLE=sample, SAMPLE_PAD=triton.next_power_of_2(sample), LISTED=plan.listed, **padded,
+        pivot_kernel, (count,), (*cuts, rows.min_p, stats, sampled), [(floats, (count, 4))],
+        SAMPLE=sample, SAMPLE_PAD=triton.next_power_of_2(sample), LISTED=plan.listed, **of_row,
     )  # fmt: skip
     drawn = call(
         draw_kernel, (count, chunks), (logits, *cuts, *noise, stats, bounds),
-        [(floats, (count, 2, chunks)), (floats, (count, chunks)), *[(ids, (count, chunks))] * 2,
-         (ids, (count, chunks, plan.segment))],
-        CHUNK=plan.chunk, SEGMENT=plan.segment, **padded,
+        [*[(floats, (count, 2, chunks))] * 2, *[(ids, (count, chunks))] * 2, (ids, (count, chunks, plan.segment))],
+        SEGMENT=plan.segment, **of_chunk, **shared,
     )  # fmt: skip
     tokens, normalizers, *_ = call(
         resolve_kernel, (count,), (logits, *cuts, *noise, stats, argmax, bounds, *drawn),
         [(ids, (count,)), (floats, (count,)), (floats, (count, plan.capacity)), (ids, (count, plan.capacity))],
-        SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, **padded,
+        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, **of_row,
     )  # fmt: skip
     return tokens, normalizers
 
@@ -100,7 +102,6 @@ def sample(logits: Array, rows: SamplingRows, positions: Array) -> tuple[Array, 
 
     def call(kernel: Any, grid: Any, operands: Any, out: Any, **parameters: Any) -> Any:
         types = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in out]
-        results = jax_triton.triton_call(*operands, kernel=kernel, grid=grid, num_warps=8, out_type=types, **parameters)
-        return results
+        return jax_triton.triton_call(*operands, kernel=kernel, grid=grid, out_type=types, **parameters)
 
     return run_kernels(call, plan_sampling(*logits.shape), logits, rows, positions)

@@ -9,11 +9,18 @@ TINY = tl.constexpr(2.0**-126)
 LEAST = tl.constexpr(-3.4028234663852886e38)
 """The least finite float."""
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 CERTAINTY = tl.constexpr(4.5)
 """Standard deviations of the sample's estimates that are allowed for: a row in 10^5 falls outside, and is slower."""
-PIVOT_BITS = tl.constexpr(22)
-"""Of a pivot's key: sign, exponent and 13 bits of mantissa."""
-PIVOT_STEP = tl.constexpr(1 << 10)
+HOPELESS = tl.constexpr(30.0)
+"""So far below the largest score none wins: the noise of 32 bits spans less than 26."""
+STEP = tl.constexpr(2.0**-32)
+"""Of the uniform numbers."""
+HALF_SQUARE = tl.constexpr(2.0**-65)
+PIVOT_BITS = tl.constexpr(17)
+"""Of a pivot's key: sign, exponent and 8 bits of mantissa."""
+PIVOT_STEP = tl.constexpr(1 << 15)
 """What its other bits leave open."""
 
 
@@ -27,6 +34,12 @@ def cuts(top_p_ptr, top_k_ptr, row, VOCAB: tl.constexpr):
 @triton.jit
 def scale_of(temperature):
     return 1.0 / tl.maximum(temperature, 1e-30)
+
+
+@triton.jit
+def exp(x):
+    """Less than half the instructions of ``tl.exp``, which also gives results that are denormal."""
+    return tl.exp2(x * LOG2_E)
 
 
 @triton.jit
@@ -50,7 +63,14 @@ def chunk_peaks(stats_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
 
 
 @triton.jit
-def peak_and_floor(stats_ptr, row, temperature, min_p, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+def bounds_of(bounds_ptr, row):
+    """What ``pivot_kernel`` found: lower and upper bound, the largest logit, the floor."""
+    at = bounds_ptr + 4 * row
+    return tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3)
+
+
+@triton.jit
+def _peak_and_floor(stats_ptr, row, temperature, min_p, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
     """The row's largest logit, and the least that min-p keeps, a finite one: what is -inf is never listed."""
     peak = tl.max(chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD), 0)
     floor = tl.full([], LEAST, tl.float32)
@@ -64,21 +84,24 @@ def exponentials(x, ids, VOCAB: tl.constexpr):
     """The largest of a chunk's logits, and the sum of exponentials relative to it, NaN where one is not finite."""
     peak = tl.max(x, 0)
     finite = (x > float("-inf")) | (ids >= VOCAB)
-    return peak, tl.sum(tl.where(finite, tl.exp(x - tl.maximum(peak, LEAST)), float("nan")), 0)
+    return peak, tl.sum(tl.where(finite, exp(x - tl.maximum(peak, LEAST)), float("nan")), 0)
 
 
 @triton.jit
 def stats_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    STRIDE: tl.constexpr, SAMPLE: tl.constexpr, TAKEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, chunks). ``stats[R, 3, chunks]``: the largest logit; the sum of exponentials relative to it, NaN where a
-    logit is not finite; and that of the weights, which are exponentials over temperature. ``best[R, chunks]``: the
-    lowest id of the largest. ``sample[R, SAMPLE]``: of each STRIDE logits one, where the row has a cut."""
+    logit is not finite; and, for top-p alone, that of the weights, which are exponentials over temperature.
+    ``best[R, chunks]``: the lowest id of the largest. ``sample[R, SAMPLE]``: of each STRIDE logits one, where the row
+    has a cut; a program takes TAKEN."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
-    x = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=inside, other=float("-inf"))
+    row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
+    x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
     peak, total = exponentials(x, ids, VOCAB)
     best = tl.min(tl.where(inside & (x == peak), ids, VOCAB), 0)
     place = row * CHUNKS + chunk
@@ -89,128 +112,160 @@ def stats_kernel(
     temperature = tl.load(temperature_ptr + row)
     _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
     if (temperature > 0.0) & (cut_p | cut_k):
-        tl.store(at + 2 * CHUNKS, tl.sum(tl.exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
+        if cut_k == 0:
+            tl.store(at + 2 * CHUNKS, tl.sum(exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
+        index = chunk * TAKEN + tl.arange(0, TAKEN)
         # Not always the first: a vocabulary may have an order.
-        index = ids // STRIDE
-        taken = (ids % STRIDE == index * 11 % STRIDE) & (index < SAMPLE)
-        tl.store(sample_ptr + row * SAMPLE + index, x, mask=taken)
+        taken = tl.load(row_ptr + index * STRIDE + index * 11 % STRIDE, mask=index < SAMPLE, other=float("-inf"))
+        tl.store(sample_ptr + row * SAMPLE + index, taken, mask=index < SAMPLE)
 
 
 @triton.jit
-def pivot_kernel(
-    temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, stats_ptr, sample_ptr, bounds_ptr,
+def _bracket(
+    stats_ptr, sample_ptr, row, temperature, top_p, top_k, cut_p, cut_k, peak, floor,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
     SAMPLE: tl.constexpr, SAMPLE_PAD: tl.constexpr, LISTED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R,): ``bounds[R, 2]``, logits between which the cut lies, almost surely, by the sample. The upper one is
-    infinite where no more than about LISTED tokens are above the lower.
+    """Two logits between which the cut lies, almost surely, by the sample. The upper one is infinite where no more than
+    about LISTED tokens are above the lower.
 
     A cut by top-k is a rank, about as far down the sample. One by top-p is where what is below adds up to what may go:
     few large weights say little about where that is, and they are not below. Binary search by keys, both at once.
     """
-    row = tl.program_id(0)
-    temperature = tl.load(temperature_ptr + row)
-    top_p, top_k, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
-    if (temperature > 0.0) & (cut_p | cut_k):
-        scale = scale_of(temperature)
-        peak, floor = peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
-        slot, chunk = tl.arange(0, SAMPLE_PAD), tl.arange(0, CHUNKS_PAD)
-        x = tl.load(sample_ptr + row * SAMPLE + slot, mask=slot < SAMPLE, other=float("-inf"))
-        valid, keys = x > float("-inf"), ordered(x)
-        weights = tl.where(valid, tl.where(cut_k, 1.0, tl.exp((x - peak) * scale)), 0.0)
-        number = tl.sum(valid.to(tl.float32), 0)
-        each = VOCAB / SAMPLE  # tokens that one of the sample stands for
-        rank = tl.maximum(top_k, 0).to(tl.float32) / each
-        spread = CERTAINTY * tl.sqrt(rank)
-        upper = tl.arange(0, 2) == 1
-        wanted = tl.where(upper, rank - spread - 4.0, rank + spread + 6.0)
-        peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
-        sums = tl.load(stats_ptr + (row * 3 + 2) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-        total = tl.sum(sums * tl.exp((peaks - peak) * scale), 0)
-        dropped = tl.sum(tl.where(x < floor, weights, 0.0), 0)  # by min-p, of the sample
-        spare = dropped + (1.0 - top_p) * tl.maximum(total / each - dropped, 0.0)
-        found = tl.zeros([2], tl.uint32)
-        least, most = ordered(tl.full([], LEAST, tl.float32)), ordered(peak)
-        for bit in range(0, PIVOT_BITS):
-            candidate = found | (tl.full([2], 1, tl.uint32) << (31 - bit))
-            less = keys[None, :] < candidate[:, None]
-            below = tl.sum(tl.where(less, weights[None, :], 0.0), 1)
-            squares = tl.sum(tl.where(less, weights[None, :] * weights[None, :], 0.0), 1)
-            deviation = CERTAINTY * tl.sqrt(tl.maximum(squares - below * below / tl.maximum(number, 1.0), 0.0))
-            # The sample may have missed the few below that there are, none heavier than the candidate.
-            distance = tl.maximum(_float_of(tl.minimum(tl.maximum(candidate, least), most)) - peak, -1e30)
-            heaviest = tl.exp(distance * scale)
-            bound = tl.where(upper, below - deviation, below + deviation + 2.0 * CERTAINTY * heaviest)
-            holds = tl.where(cut_k, number - below >= wanted, bound <= spare)
-            found = tl.where(holds & (candidate <= most), candidate, found)
-        found = tl.maximum(found, least)
-        low = tl.maximum(_float_of(tl.max(tl.where(upper, 0, found), 0)), floor)
-        high = _float_of(tl.max(tl.where(upper, found, 0), 0) + PIVOT_STEP)
-        few = tl.sum((x >= low).to(tl.float32), 0) * each <= LISTED
-        open_ended = few | (cut_k & cut_p) | (cut_k & (rank - spread - 4.0 < 1.0))
-        tl.store(bounds_ptr + 2 * row, low)
-        tl.store(bounds_ptr + 2 * row + 1, tl.where(open_ended, float("inf"), tl.maximum(high, floor)))
+    scale = scale_of(temperature)
+    slot, chunk = tl.arange(0, SAMPLE_PAD), tl.arange(0, CHUNKS_PAD)
+    x = tl.load(sample_ptr + row * SAMPLE + slot, mask=slot < SAMPLE, other=float("-inf"))
+    valid, keys = x > float("-inf"), ordered(x)
+    weights = tl.where(valid, tl.where(cut_k, 1.0, exp((x - peak) * scale)), 0.0)
+    number = tl.sum(valid.to(tl.float32), 0)
+    each = VOCAB / SAMPLE  # tokens that one of the sample stands for
+    rank = tl.maximum(top_k, 0).to(tl.float32) / each
+    spread = CERTAINTY * tl.sqrt(rank)
+    upper = tl.arange(0, 2) == 1
+    wanted = tl.where(upper, rank - spread - 4.0, rank + spread + 6.0)
+    peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
+    sums = tl.load(stats_ptr + (row * 3 + 2) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
+    total = tl.where(cut_k, 0.0, tl.sum(sums * tl.exp((peaks - peak) * scale), 0))
+    dropped = tl.sum(tl.where(x < floor, weights, 0.0), 0)  # by min-p, of the sample
+    spare = dropped + (1.0 - top_p) * tl.maximum(total / each - dropped, 0.0)
+    found = tl.zeros([2], tl.uint32)
+    least, most = ordered(tl.full([], LEAST, tl.float32)), ordered(peak)
+    for bit in range(0, PIVOT_BITS):
+        candidate = found | (tl.full([2], 1, tl.uint32) << (31 - bit))
+        less = keys[None, :] < candidate[:, None]
+        below = tl.sum(tl.where(less, weights[None, :], 0.0), 1)
+        squares = tl.sum(tl.where(less, weights[None, :] * weights[None, :], 0.0), 1)
+        deviation = CERTAINTY * tl.sqrt(tl.maximum(squares - below * below / tl.maximum(number, 1.0), 0.0))
+        # The sample may have missed the few below that there are, none heavier than the candidate.
+        distance = tl.maximum(_float_of(tl.minimum(tl.maximum(candidate, least), most)) - peak, -1e30)
+        heaviest = tl.exp(distance * scale)
+        bound = tl.where(upper, below - deviation, below + deviation + 2.0 * CERTAINTY * heaviest)
+        holds = tl.where(cut_k, number - below >= wanted, bound <= spare)
+        found = tl.where(holds & (candidate <= most), candidate, found)
+    found = tl.maximum(found, least)
+    low = tl.maximum(_float_of(tl.max(tl.where(upper, 0, found), 0)), floor)
+    high = _float_of(tl.max(tl.where(upper, found, 0), 0) + PIVOT_STEP)
+    few = tl.sum((x >= low).to(tl.float32), 0) * each <= LISTED
+    open_ended = few | (cut_k & cut_p) | (cut_k & (rank - spread - 4.0 < 1.0))
+    return low, tl.where(open_ended, float("inf"), tl.maximum(high, floor))
 
 
 @triton.jit
-def noisy(bits, x, peak, scale):
-    """Scores with Gumbel noise, the logarithm of an exponential variate: with full resolution where that is small,
-    which is where the largest noise comes from."""
-    uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    uniform = tl.minimum(uniform, 1.0 - 5.9604644775390625e-08)
-    series = uniform + uniform * uniform * (0.5 + uniform * (0.3333333333333333 + uniform * 0.25))
-    exponential = tl.where(uniform < 0.01, series, -tl.log(1.0 - uniform))
-    return (x - peak) * scale - tl.log(exponential)
+def pivot_kernel(
+    temperature_ptr, top_p_ptr, top_k_ptr, min_p_ptr, stats_ptr, sample_ptr, bounds_ptr,
+    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    SAMPLE: tl.constexpr, SAMPLE_PAD: tl.constexpr, LISTED: tl.constexpr,
+):  # fmt: skip
+    """Grid (R,): ``bounds[R, 4]``: two logits between which the cut lies, both the floor if there is none; the largest
+    logit; and the floor, the least logit that min-p keeps."""
+    row = tl.program_id(0)
+    temperature = tl.load(temperature_ptr + row)
+    top_p, top_k, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
+    if temperature > 0.0:
+        peak, floor = _peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
+        low, sure = floor, floor
+        if cut_p | cut_k:
+            low, sure = _bracket(
+                stats_ptr, sample_ptr, row, temperature, top_p, top_k, cut_p, cut_k, peak, floor,
+                VOCAB, CHUNKS, CHUNKS_PAD, SAMPLE, SAMPLE_PAD, LISTED,
+            )  # fmt: skip
+        at = bounds_ptr + 4 * row
+        tl.store(at, low)
+        tl.store(at + 1, sure)
+        tl.store(at + 2, peak)
+        tl.store(at + 3, floor)
 
 
 @triton.jit
 def random_words(seeds_ptr, positions_ptr, choices_ptr, row, group):
-    """Philox's four words for groups of four ids."""
-    low, high = tl.load(seeds_ptr + 2 * row), tl.load(seeds_ptr + 2 * row + 1)
-    seed = (high.to(tl.int64) << 32) | (low.to(tl.int64) & 0xFFFFFFFF)
+    """Philox's four words for groups of four ids, as in ``philox``; a product's halves are of one instruction."""
+    k0, k1 = tl.load(seeds_ptr + 2 * row).to(tl.uint32), tl.load(seeds_ptr + 2 * row + 1).to(tl.uint32)
     zero = (group * 0).to(tl.uint32)
-    position, choice = tl.load(positions_ptr + row).to(tl.uint32), tl.load(choices_ptr + row).to(tl.uint32)
-    return tl.philox(seed, group.to(tl.uint32), zero + position, zero + choice, zero)
+    c0, c1 = group.to(tl.uint32), zero + tl.load(positions_ptr + row).to(tl.uint32)
+    c2, c3 = zero + tl.load(choices_ptr + row).to(tl.uint32), zero
+    for step in tl.static_range(10):
+        product0, product1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        key0, key1 = k0 + (step * 0x9E3779B9) % 2**32, k1 + (step * 0xBB67AE85) % 2**32
+        c0, c2 = (product1 >> 32).to(tl.uint32) ^ c1 ^ key0, (product0 >> 32).to(tl.uint32) ^ c3 ^ key1
+        c1, c3 = product1.to(tl.uint32), product0.to(tl.uint32)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def contenders(sure, peak, temperature):
+    """The least logit that may win with noise, of those at or above ``sure``."""
+    return tl.maximum(sure, peak - HOPELESS * temperature)
 
 
 @triton.jit
 def draw_kernel(
-    logits_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
-    stats_ptr, bounds_ptr, amounts_ptr, score_ptr, best_ptr, count_ptr, list_ptr, SEGMENT: tl.constexpr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
+    stats_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, chunks). Noisy ``score`` and id (``best``) of the best token at or above the upper bound; the ids of
-    those between the bounds: their ``count[R, chunks]``, and the first SEGMENT in ``list[R, chunks, SEGMENT]``; and
-    ``amounts[R, 2, chunks]``: the weight of all tokens, and the number (for top-k) or weight of those above."""
+    """Grid (R, chunks). Of the tokens at or above the upper bound the first and second ``arrival[R, 2, chunks]``, and
+    the id (``best``) of the first; the ids of those between the bounds: their ``count[R, chunks]``, and the first
+    SEGMENT in ``list[R, chunks, SEGMENT]``; and ``amounts[R, 2, chunks]``: without top-k the weight of all tokens; and
+    the number (for top-k) or weight of those above.
+
+    The best noisy score is that of the least exponential variate over weight. An arrival is somewhat less than that: it
+    has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens.
+    """
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
         _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
-        peak, floor = peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
+        low, sure, peak, floor = bounds_of(bounds_ptr, row)
         scale = scale_of(temperature)
         place = row * CHUNKS + chunk
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        x = tl.load(logits_ptr + row.to(tl.int64) * VOCAB + ids, mask=ids < VOCAB, other=float("-inf"))
-        sure = floor
+        row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
+        x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
         if cut_p | cut_k:
-            low, sure = tl.load(bounds_ptr + 2 * row), tl.load(bounds_ptr + 2 * row + 1)
-            weights = tl.where(x >= floor, tl.exp((x - peak) * scale), 0.0)
-            amount = tl.where(x >= sure, tl.where(cut_k, 1.0, weights), 0.0)
-            tl.store(amounts_ptr + 2 * row * CHUNKS + chunk, tl.sum(weights, 0))
-            tl.store(amounts_ptr + (2 * row + 1) * CHUNKS + chunk, tl.sum(amount, 0))
+            above_at = amounts_ptr + (2 * row + 1) * CHUNKS + chunk
+            if cut_k:
+                tl.store(above_at, tl.sum((x >= sure).to(tl.float32), 0))
+            else:
+                weights = tl.where(x >= floor, exp((x - peak) * scale), 0.0)
+                tl.store(amounts_ptr + 2 * row * CHUNKS + chunk, tl.sum(weights, 0))
+                tl.store(above_at, tl.sum(tl.where(x >= sure, weights, 0.0), 0))
             asked = ((x >= low) & (x < sure)).to(tl.int32)
             count = tl.sum(asked, 0)
             tl.store(count_ptr + place, count)
             if count > 0:
                 slot = tl.cumsum(asked, 0) - 1
                 tl.store(list_ptr + place.to(tl.int64) * SEGMENT + slot, ids, mask=(asked == 1) & (slot < SEGMENT))
-        score, best = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
+        first, best = tl.full([], float("inf"), tl.float32), tl.full([], VOCAB, tl.int32)
+        second, sure = first, contenders(sure, peak, temperature)
         if tl.load(stats_ptr + row * 3 * CHUNKS + chunk) >= sure:
             group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
             a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)
-            bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-            scores = tl.where(x >= sure, noisy(bits, x, peak, scale), float("-inf"))
-            score = tl.max(scores, 0)
-            best = tl.min(tl.where(scores == score, ids, VOCAB), 0)
-        tl.store(score_ptr + place, score)
+            bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.float32)
+            arrival = bits * (STEP + bits * HALF_SQUARE) * exp((peak - x) * scale)
+            arrival = tl.where(x >= sure, arrival, float("inf"))
+            first = tl.min(arrival, 0)
+            best = tl.min(tl.where(arrival == first, ids, VOCAB), 0)
+            second = tl.min(tl.where(ids == best, float("inf"), arrival), 0)
+        tl.store(arrival_ptr + 2 * row * CHUNKS + chunk, first)
+        tl.store(arrival_ptr + (2 * row + 1) * CHUNKS + chunk, second)
         tl.store(best_ptr + place, best)

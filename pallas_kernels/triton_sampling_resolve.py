@@ -6,34 +6,68 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.triton_sampling_kernels import (
+    STEP,
     TINY,
+    bounds_of,
     chunk_peaks,
+    contenders,
     cuts,
-    noisy,
+    exp,
     ordered,
-    peak_and_floor,
     random_words,
     scale_of,
 )
 
+ROUNDING = tl.constexpr(1.0001)
+"""More than the errors of an arrival."""
 POINTS = tl.constexpr(8)
-GATHERED = tl.constexpr(256)
-"""Listed tokens that are gathered in one go; each is compared with all chunks."""
+GATHERED = tl.constexpr(16)
+"""Of each chunk's list, gathered in one go."""
 
 
 @triton.jit
-def _gather(row_ptr, list_ptr, count, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr):
+def _noisy(bits, x, peak, scale):
+    """Scores with Gumbel noise, the logarithm of an exponential variate: with full resolution where that is small,
+    which is where the largest noise comes from."""
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * STEP, 1.0 - 5.9604644775390625e-08)
+    series = uniform + uniform * uniform * (0.5 + uniform * (0.3333333333333333 + uniform * 0.25))
+    exponential = tl.where(uniform < 0.01, series, -tl.log(1.0 - uniform))
+    return (x - peak) * scale - tl.log(exponential)
+
+
+@triton.jit
+def _random_bits(seeds_ptr, positions_ptr, choices_ptr, row, ids):
+    """Each id's word."""
+    a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, ids // 4)
+    return tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d))
+
+
+@triton.jit
+def _better(
+    score, best, kept, ids, x, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB: tl.constexpr
+):  # fmt: skip
+    """The better of a token and the best of those kept of others, with noise; of equal ones the lowest id."""
+    bits = _random_bits(seeds_ptr, positions_ptr, choices_ptr, row, ids)
+    scores = tl.where(kept, _noisy(bits, x, peak, scale), float("-inf"))
+    highest = tl.max(scores, 0)
+    first = tl.min(tl.where(scores == highest, ids, VOCAB), 0)
+    best = tl.where((highest > score) | ((highest == score) & (first < best)), first, best)
+    return tl.maximum(score, highest), best
+
+
+@triton.jit
+def _gather(row_ptr, list_ptr, count, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr, CHUNKS_PAD: tl.constexpr):
     """The listed tokens in one piece, in the order of their ids: logits and ids."""
-    end, total = tl.cumsum(count, 0), tl.sum(count, 0)
-    for at in range(0, total, GATHERED):
-        slot = at + tl.arange(0, GATHERED)
-        before = (slot[:, None] >= end[None, :]).to(tl.int32)  # the segments that lie before
-        segment, there = tl.sum(before, 1), slot - tl.sum(before * count[None, :], 1)
-        ids = tl.load(list_ptr + segment * SEGMENT + there, mask=slot < total, other=0)
-        tl.store(ids_ptr + slot, ids, mask=slot < total)
-        tl.store(tokens_ptr + slot, tl.load(row_ptr + ids, mask=slot < total), mask=slot < total)
+    start = (tl.cumsum(count, 0) - count)[:, None]
+    segment = tl.arange(0, CHUNKS_PAD)[:, None] * SEGMENT
+    for at in range(0, tl.max(count, 0), GATHERED):
+        slot = at + tl.arange(0, GATHERED)[None, :]
+        here = slot < count[:, None]
+        ids = tl.load(list_ptr + segment + slot, mask=here, other=0)
+        tl.store(ids_ptr + start + slot, ids, mask=here)
+        tl.store(tokens_ptr + start + slot, tl.load(row_ptr + ids, mask=here), mask=here)
     tl.debug_barrier()  # other threads of the program read them
-    return total
+    return tl.sum(count, 0)
 
 
 @triton.jit
@@ -62,7 +96,7 @@ def _amounts(x, keys, peak, scale, k_threshold, k_room, ties, WEIGH: tl.constexp
     """What each token of a tile counts: one, or its weight if top-k keeps it; and top-k's ties seen so far."""
     if WEIGH:
         kept, ties = _within(keys, k_threshold, k_room, ties)
-        amount = tl.where(kept, tl.exp((x - peak) * scale), 0.0)
+        amount = tl.where(kept, exp((x - peak) * scale), 0.0)
     else:
         amount = tl.where(x > float("-inf"), 1.0, 0.0)
     return amount, ties
@@ -82,26 +116,32 @@ def _sum(tokens_ptr, total, floor, peak, scale, k_threshold, k_room, WEIGH: tl.c
 
 @triton.jit
 def _threshold(
-    tokens_ptr, total, floor, low, wanted, peak, scale, k_threshold, k_room, WEIGH: tl.constexpr, TILE: tl.constexpr
+    tokens_ptr, total, floor, low, high, wanted, peak, scale, k_threshold, k_room,
+    WEIGH: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The largest key, not under that of ``low``, at or above which ``wanted`` lies (the least if there is none), and
-    how many tokens equal to it are needed (negative: all). The keys in question are split in POINTS + 1 every time."""
-    found, last = ordered(low), ordered(peak)
+    how many tokens equal to it are needed (negative: all). None is above ``high``. The keys in question are split in
+    POINTS + 1 every time, and end where tokens do."""
+    found, last = ordered(low), ordered(high)
     step = tl.arange(0, POINTS) + 1
     while found < last:
         width = (last - found) // (POINTS + 1) + 1
         candidates = step.to(tl.uint32) * width  # counted from what was found; far from 2^32, since floats are finite
         sums = tl.zeros([POINTS, TILE], tl.float32)
+        nearest, farthest = tl.zeros([TILE], tl.uint32) + last, tl.zeros([TILE], tl.uint32) + found
         ties = tl.full([], 0, tl.int32)
         for at in range(0, total, TILE):
             x, keys = _load(tokens_ptr, at, total, floor, TILE)
             amount, ties = _amounts(x, keys, peak, scale, k_threshold, k_room, ties, WEIGH)
             beyond = tl.where(keys > found, keys - found, 0)
             sums += tl.where(beyond[None, :] >= candidates[:, None], 1.0, 0.0) * amount[None, :]
+            nearest = tl.where(keys >= found, tl.minimum(keys, nearest), nearest)
+            farthest = tl.where(keys <= last, tl.maximum(keys, farthest), farthest)
         # Candidates grow and their sums fall: the last that is enough is the one.
         best = tl.max(tl.where(tl.sum(sums, 1) >= wanted, step, 0), 0).to(tl.uint32)
         found += best * width
-        last = tl.minimum(last, found + width - 1)
+        last = tl.minimum(tl.minimum(last, found + width - 1), tl.max(farthest, 0))
+        found = tl.maximum(found, tl.min(nearest, 0))
     above, single = tl.zeros([TILE], tl.float32), tl.zeros([TILE], tl.float32)
     equal, ties = tl.zeros([TILE], tl.int32), tl.full([], 0, tl.int32)
     for at in range(0, total, TILE):
@@ -117,21 +157,21 @@ def _threshold(
 
 @triton.jit
 def _keys_kept(
-    tokens_ptr, total, floor, low, wanted, top_p, cut_p, cut_k, peak, scale, TILE: tl.constexpr
+    tokens_ptr, total, floor, low, high, wanted, top_p, cut_p, cut_k, peak, scale, TILE: tl.constexpr
 ):  # fmt: skip
     """The thresholds of top-k and top-p, and the room at each. ``wanted`` is that of top-k where there is one."""
     k_threshold, p_threshold = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
     k_room, p_room = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
     if cut_k:
         k_threshold, k_room = _threshold(
-            tokens_ptr, total, floor, low, wanted, peak, scale, k_threshold, k_room, False, TILE
+            tokens_ptr, total, floor, low, high, wanted, peak, scale, k_threshold, k_room, False, TILE
         )
     if cut_p:
         if cut_k:
             wanted = top_p * _sum(tokens_ptr, total, floor, peak, scale, k_threshold, k_room, True, TILE)
         wanted = tl.maximum(wanted, TINY)  # never zero: the best token stays
         p_threshold, p_room = _threshold(
-            tokens_ptr, total, floor, low, wanted, peak, scale, k_threshold, k_room, True, TILE
+            tokens_ptr, total, floor, low, high, wanted, peak, scale, k_threshold, k_room, True, TILE
         )
     return k_threshold, k_room, p_threshold, p_room
 
@@ -150,22 +190,46 @@ def _draw_kept(
             ids = tl.load(ids_ptr + ids, mask=ids < total, other=VOCAB)
         in_k, k_ties = _within(keys, k_threshold, k_room, k_ties)
         in_p, p_ties = _within(keys, p_threshold, p_room, p_ties)
-        a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, ids // 4)
-        bits = tl.where(ids % 4 < 2, tl.where(ids % 4 == 0, a, b), tl.where(ids % 4 == 2, c, d))
-        candidates = tl.where(in_k & in_p, noisy(bits, x, peak, scale), float("-inf"))
-        highest = tl.max(candidates, 0)
-        first = tl.min(tl.where(candidates == highest, ids, VOCAB), 0)
-        best = tl.where((highest > score) | ((highest == score) & (first < best)), first, best)
-        score = tl.maximum(score, highest)
+        score, best = _better(
+            score, best, in_k & in_p, ids, x, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB
+        )
+    return score, best
+
+
+@triton.jit
+def _draw_sure(
+    row_ptr, arrival_ptr, best_ptr, sure, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The best noisy token of those at or above ``sure`` (-inf and VOCAB if there is none): the best of the chunks'
+    first, unless another token might still beat that, which is rare and looked for in its chunk."""
+    chunk = tl.arange(0, CHUNKS_PAD)
+    here = chunk < CHUNKS
+    some = tl.load(arrival_ptr + chunk, mask=here, other=float("inf")) < float("inf")
+    firsts = tl.load(best_ptr + chunk, mask=some, other=0)
+    logits = tl.load(row_ptr + firsts)
+    score, best = _better(
+        float("-inf"), VOCAB, some, firsts, logits, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB
+    )
+    limit = ROUNDING * tl.exp(-score)
+    if tl.min(tl.load(arrival_ptr + CHUNKS + chunk, mask=here, other=float("inf")), 0) < limit:
+        for rival in range(0, CHUNKS):
+            if tl.load(arrival_ptr + CHUNKS + rival) < limit:
+                for at in range(rival * CHUNK, (rival + 1) * CHUNK, TILE):
+                    ids = at + tl.arange(0, TILE)
+                    x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
+                    score, best = _better(
+                        score, best, x >= sure, ids, x, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB
+                    )
     return score, best
 
 
 @triton.jit
 def resolve_kernel(
-    logits_ptr, temperature_ptr, top_p_ptr, min_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
-    stats_ptr, argmax_ptr, bounds_ptr, amounts_ptr, score_ptr, best_ptr, count_ptr, list_ptr,
+    logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
+    stats_ptr, argmax_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr,
     out_ptr, normalizer_ptr, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
-    VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
 ):  # fmt: skip
     """Grid (R,): a token id a row, and the logarithm of the row's sum of exponentials. ``tokens[R, CAPACITY]`` and
     ``ids[R, CAPACITY]`` are scratch."""
@@ -180,38 +244,51 @@ def resolve_kernel(
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
         top_p, top_k, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
-        scores = tl.load(score_ptr + place, mask=here, other=float("-inf"))
-        score = tl.max(scores, 0)
-        drawn = tl.min(tl.where(scores == score, tl.load(best_ptr + place, mask=here, other=VOCAB), VOCAB), 0)
+        low, sure, _, floor = bounds_of(bounds_ptr, row)
+        scale, row_ptr = scale_of(temperature), logits_ptr + row.to(tl.int64) * VOCAB
+        score, drawn = _draw_sure(
+            row_ptr,
+            arrival_ptr + 2 * row * CHUNKS,
+            best_ptr + row * CHUNKS,
+            contenders(sure, peak, temperature),
+            seeds_ptr,
+            positions_ptr,
+            choices_ptr,
+            row,
+            peak,
+            scale,
+            VOCAB,
+            CHUNK,
+            CHUNKS,
+            CHUNKS_PAD,
+            TILE,
+        )
         best = tl.where(score > float("-inf"), drawn, best)
         if cut_p | cut_k:
-            _, floor = peak_and_floor(stats_ptr, row, temperature, tl.load(min_p_ptr + row), CHUNKS, CHUNKS_PAD)
-            scale = scale_of(temperature)
             weight = tl.sum(tl.load(amounts_ptr + 2 * row * CHUNKS + chunk, mask=here, other=0.0), 0)
             above = tl.sum(tl.load(amounts_ptr + (2 * row + 1) * CHUNKS + chunk, mask=here, other=0.0), 0)
             wanted = tl.where(cut_k, top_k.to(tl.float32), tl.maximum(top_p * weight, TINY))
             count = tl.load(count_ptr + place, mask=here, other=0)
-            low = tl.load(bounds_ptr + 2 * row)
-            row_ptr, row_tokens_ptr = logits_ptr + row.to(tl.int64) * VOCAB, tokens_ptr + row * CAPACITY
-            row_ids_ptr = ids_ptr + row * CAPACITY
+            row_tokens_ptr, row_ids_ptr = tokens_ptr + row * CAPACITY, ids_ptr + row * CAPACITY
             k_threshold, k_room = tl.full([], 0, tl.uint32), tl.full([], -1, tl.int32)
             listed = (tl.max(count, 0) <= SEGMENT) & (tl.sum(count, 0) <= CAPACITY) & (above < wanted)
             total = tl.full([], VOCAB, tl.int32)
             if listed:
                 list_row_ptr = list_ptr + row.to(tl.int64) * CHUNKS * SEGMENT
-                total = _gather(row_ptr, list_row_ptr, count, row_tokens_ptr, row_ids_ptr, SEGMENT)
+                total = _gather(row_ptr, list_row_ptr, count, row_tokens_ptr, row_ids_ptr, SEGMENT, CHUNKS_PAD)
                 between = tl.sum(count, 0).to(tl.float32)
                 if cut_p & (cut_k == 0):
                     between = _sum(row_tokens_ptr, total, floor, peak, scale, k_threshold, k_room, True, TILE)
                 # Else the cut is below the lower bound.
                 listed = (above + between >= wanted) | (low <= floor)
-            source_ptr = row_tokens_ptr
+            source_ptr, high = row_tokens_ptr, peak
             if listed:
                 wanted -= above
+                high = tl.minimum(peak, sure)
             else:
                 source_ptr, total, low, score = row_ptr, VOCAB, floor, float("-inf")
             k_threshold, k_room, p_threshold, p_room = _keys_kept(
-                source_ptr, total, floor, low, wanted, top_p, cut_p, cut_k, peak, scale, TILE
+                source_ptr, total, floor, low, high, wanted, top_p, cut_p, cut_k, peak, scale, TILE
             )
             score, best = _draw_kept(
                 source_ptr,

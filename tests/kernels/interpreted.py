@@ -397,6 +397,18 @@ def test_sampling_where_each_kept_token_is_likely():
     np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
 
 
+def test_sampling_where_the_first_to_arrive_does_not_win():
+    """Noise that is far from its series decides between few tokens that differ."""
+    count = 16
+    logits = np.tile(np.float32([0.0, -1.0, -1.5, -2.0]), (count, 1))
+    rows = random_rows(np.random.default_rng(6), count, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    positions = np.arange(count, dtype=np.int32)
+    got, _, (*_, [_, arrivals, first, *_], _) = sample(logits, rows, positions, chunk=256, tile=256, segment=4)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
+    assert (arrivals[:, 0] < arrivals[:, 1]).all()
+    assert (first[:, 0] != got).any()
+
+
 def exact_cut(row: np.ndarray, given: dict[str, float]) -> float:
     """The logit of the last token kept, in float64; the temperature is 1."""
     ordered = np.sort(row.astype(np.float64))[::-1]
@@ -417,7 +429,7 @@ def test_the_sample_tells_where_the_cut_is(kind: str, given: dict[str, float]):
     positions = np.zeros(count, np.int32)
     got, _, (_, [bounds], drawn, _) = sample(logits, rows, positions, segment=4096, listed=700, stride=5)
     np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
-    for row, (low, high) in zip(logits, bounds, strict=True):
+    for row, (low, high, *_) in zip(logits, bounds, strict=True):
         assert low <= exact_cut(row, given) < high
     assert ((drawn[3].sum(1) > 0) & (drawn[3].sum(1) < 4000)).all()
 
