@@ -50,16 +50,14 @@ def main() -> int:
 def described_h200(plugin: Path) -> Any:
     """A device that is described, not present: programs can be compiled for it."""
     import jax
-    import jax_triton
     from jax._src import xla_bridge
     from jax._src.lib import xla_client
     from jax.experimental import topologies
     from jax_cuda13_plugin import cuda_plugin_extension as extension
 
     jax.config.update("jax_platforms", "cpu")
-    jax_triton.triton_call = functools.partial(jax_triton.triton_call, compute_capability=90)  # there is none to ask
     api = xla_bridge.register_plugin("cuda", priority=1, library_path=str(plugin))
-    # What the plugin does by itself where it finds a GPU: make the custom calls of Triton kernels known.
+    # What the plugin does by itself where it finds a GPU: make the custom calls known.
     xla_client.register_custom_type_handler("CUDA", functools.partial(extension.register_custom_type, api))
     xla_client.register_custom_call_handler("CUDA", functools.partial(extension.register_custom_call_target, api))
     for name, value in extension.ffi_types().items():

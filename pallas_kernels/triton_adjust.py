@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.adjust import SEEN_MAX, Penalties
+from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_sampling_kernels import exponentials
 
 Array = jax.Array
@@ -47,12 +48,10 @@ def adjust_kernel(
 def adjust_logits(
     logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array
 ) -> tuple[Array, Array]:
-    import jax_triton
-
     rows, vocab = logits.shape
     chunks = triton.cdiv(vocab, CHUNK)
     shapes = (logits.shape, (rows, 2, chunks))
-    adjusted, sums = jax_triton.triton_call(
+    adjusted, sums = triton_call(
         logits, seen, slots, *penalties, allowed,
         kernel=adjust_kernel, grid=(rows, chunks), num_warps=8,
         out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],

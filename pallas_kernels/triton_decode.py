@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.decode_plan import DecodePlan
+from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_decode_plan import ITEM, launch_plan, plan_kernel
 from pallas_kernels.triton_softmax import LOG2E, accumulate
 
@@ -188,14 +189,12 @@ def launch_decode(
 def plan_decode(
     seq_lens: Array, *, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None
 ) -> DecodePlan:
-    import jax_triton
-
     num_seqs = seq_lens.shape[0]
     launch = launch_plan(
         num_seqs, kv_heads=kv_heads, programs=choose_tuning(num_seqs, split_size).programs, max_seq_len=max_seq_len,
         window=window, split_size=split_size,
     )  # fmt: skip
-    items, counters = jax_triton.triton_call(
+    items, counters = triton_call(
         seq_lens, kernel=plan_kernel, grid=(1,), num_warps=8,
         out_type=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in (launch.items_shape, (launch.num_counters,))],
         **launch.parameters,
@@ -215,8 +214,6 @@ def decode_attention(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
 ) -> tuple[Array, DecodePlan]:
-    import jax_triton
-
     items, counters = plan.arrays
     launch = launch_decode(
         q.shape, k_cache.shape, block_tables.shape[1], items.shape[0] - 1, choose_tuning(q.shape[0], plan.split_size),
@@ -224,7 +221,7 @@ def decode_attention(
     )  # fmt: skip
     ones = jnp.ones((), jnp.float32)
     in_place = jax.new_ref(counters)
-    out, _, _ = jax_triton.triton_call(
+    out, _, _ = triton_call(
         q, k_cache, v_cache, block_tables, items,
         ones if k_scale is None else k_scale, ones if v_scale is None else v_scale, in_place,
         kernel=decode_kernel, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages,

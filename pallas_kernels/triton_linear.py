@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_call import triton_call
+
 Array = jax.Array
 
 
@@ -161,13 +163,11 @@ def suits_linear(kind: str, rows: int, depth: int, columns: int, dtype: jnp.dtyp
 
 def _call(kernel: Any, kind: str, x: Array, w: Array, columns: int, dtype: jnp.dtype | None = None) -> Array:
     """``[splits, T, columns]``; without a ``dtype``, float32 partial sums, or x's type if there is but one."""
-    import jax_triton
-
     rows, depth = x.shape
     plan = plan_linear(kind, rows, depth, columns)
     assert plan is not None, "ask suits_linear first"
     dtype = dtype or (jnp.float32 if plan.splits > 1 else x.dtype)
-    result: Array = jax_triton.triton_call(
+    result: Array = triton_call(
         x, w, rows - 1, plan.blocks, kernel=kernel, grid=plan.grid,
         out_type=jax.ShapeDtypeStruct((plan.splits, rows, columns), dtype), **plan.parameters, **plan.options,
     )  # fmt: skip

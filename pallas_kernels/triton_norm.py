@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import triton
 import triton.language as tl
+
+from pallas_kernels.triton_call import triton_call
 
 Array = jax.Array
 
@@ -33,18 +37,16 @@ def add_rms_norm_kernel(
     tl.store(norm_ptr + row + column, weight * x.to(weight.dtype), mask=here)
 
 
-def plan_add_rms_norm(delta_shape: tuple[int, ...], eps: float) -> tuple[tuple[int], dict[str, float]]:
+def plan_add_rms_norm(delta_shape: tuple[int, ...], eps: float) -> tuple[tuple[int], dict[str, Any]]:
     """Grid and static parameters."""
     parts, tokens, width = delta_shape
     return (tokens,), dict(EPS=eps, WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), PARTS=parts)
 
 
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float) -> tuple[Array, Array]:
-    import jax_triton
-
     grid, parameters = plan_add_rms_norm(delta.shape, eps)
     struct = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    total, norm = jax_triton.triton_call(
+    total, norm = triton_call(
         x, delta, weight, kernel=add_rms_norm_kernel, grid=grid, num_warps=8 if x.shape[1] >= 2048 else 4,
         out_type=[struct, struct], **parameters,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_softmax import LOG2E, accumulate
 
 Array = jax.Array
@@ -124,14 +125,12 @@ def prefill_attention(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
 ) -> Array:
-    import jax_triton
-
     wide = q.dtype == jnp.float32
     grid, parameters, options = plan_prefill(
         q.shape, k_cache.shape, block_tables.shape, scale=scale, window=window, scaled=k_scale is not None, wide=wide
     )
     ones = jnp.ones((), jnp.float32)
-    return jax_triton.triton_call(
+    return triton_call(
         q, k_cache, v_cache, block_tables, seq_lens, query_start_loc,
         ones if k_scale is None else k_scale, ones if v_scale is None else v_scale,
         q.shape[0], block_tables.shape[0],

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_call import triton_call
+
 Array = jax.Array
 
 
@@ -69,12 +71,10 @@ def plan_rope(qkv_shape: tuple[int, ...]) -> tuple[tuple[int, int], dict[str, in
 def rope_and_write(
     qkv: Array, cos: Array, sin: Array, k_cache: Array, v_cache: Array, slots: Array, *, dtype: jnp.dtype
 ) -> tuple[Array, Array, Array]:
-    import jax_triton
-
     _, tokens, kv_heads, lanes, dim = qkv.shape
     grid, parameters = plan_rope(qkv.shape)
     keys, values = jax.new_ref(k_cache), jax.new_ref(v_cache)
-    q: Array = jax_triton.triton_call(
+    q: Array = triton_call(
         qkv, cos, sin, slots, keys, values, kernel=rope_kernel, grid=grid, num_warps=1,
         out_type=jax.ShapeDtypeStruct((tokens, kv_heads * (lanes - 2), dim), dtype), **parameters,
     )  # fmt: skip

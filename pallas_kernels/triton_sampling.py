@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import triton
 
 from pallas_kernels.sampling import SamplingRows
+from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_sampling_kernels import draw_kernel, pivot_kernel, stats_kernel
 from pallas_kernels.triton_sampling_resolve import resolve_kernel
 
@@ -98,10 +99,8 @@ def run_kernels(
 
 
 def sample(logits: Array, rows: SamplingRows, positions: Array) -> tuple[Array, Array]:
-    import jax_triton
-
     def call(kernel: Any, grid: Any, operands: Any, out: Any, **parameters: Any) -> Any:
         types = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in out]
-        return jax_triton.triton_call(*operands, kernel=kernel, grid=grid, out_type=types, **parameters)
+        return triton_call(*operands, kernel=kernel, grid=grid, out_type=types, **parameters)
 
     return run_kernels(call, plan_sampling(*logits.shape), logits, rows, positions)

@@ -6,6 +6,8 @@ import jax
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_call import triton_call
+
 Array = jax.Array
 
 TILE, NUM_WARPS = 1024, 4
@@ -33,11 +35,9 @@ def plan_swiglu(shape: tuple[int, ...]) -> tuple[tuple[int], dict[str, int]]:
 
 
 def swiglu(gate_up: Array) -> Array:
-    import jax_triton
-
     rows, _, width = gate_up.shape
     grid, parameters = plan_swiglu(gate_up.shape)
-    result: Array = jax_triton.triton_call(
+    result: Array = triton_call(
         gate_up, kernel=swiglu_kernel, grid=grid, num_warps=NUM_WARPS,
         out_type=jax.ShapeDtypeStruct((rows, width), gate_up.dtype), **parameters,
     )  # fmt: skip

@@ -6,7 +6,7 @@ import itertools
 import os
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from threading import Lock
@@ -34,7 +34,9 @@ from jaxserve.runner.sampler import VARIANTS, Kind, SamplerVariant, choose_token
 Array = jax.Array
 Progress = Callable[[str], None]
 
-UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+TUNED = {"xla_gpu_enable_triton_gemm": False}
+"""XLA's own products by Triton never win by much here, and lose when a timing misleads the tuner."""
+UNTUNED = {"xla_gpu_autotune_level": 0, **TUNED}
 TUNED_FROM = 3072
 """Tokens of a bucket from which on autotuning pays: 6 % at 8,192 tokens, nothing measurable at 2,048 (H200)."""
 
@@ -65,6 +67,7 @@ class ProgramBuilder:
         self._model = model
         self._plan = plan
         self._module = model_module(model.architecture)
+        self._on_gpu = mesh.devices.flat[0].platform != "cpu"
         self._replicated = NamedSharding(mesh, P())
         self._spec = AttentionSpec(
             mesh, plan.attention_backend, plan.prefill_backend, plan.linear_backend, model.head_dim**-0.5
@@ -88,8 +91,9 @@ class ProgramBuilder:
     def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
         return self._shape((batch.packed_size(bucket, self._plan.block_size),), np.int32)
 
-    def forward(self, bucket: Bucket, *, autotune: bool = True) -> Any:
-        """Compile the forward program of a bucket. Without ``autotune`` a GPU's GEMMs are what cuBLAS proposes."""
+    def forward(self, bucket: Bucket, *, autotune: bool = True, quiet: Future[Any] | None = None) -> Any:
+        """Compile the forward program of a bucket. Without ``autotune`` a GPU's GEMMs are what cuBLAS proposes; with
+        it, what is fastest in timings, which begin when ``quiet`` is done."""
 
         def forward(
             params: Any, cache: KVCache, state: BatchState, packed: Array
@@ -106,7 +110,9 @@ class ProgramBuilder:
         jitted = jax.jit(forward, donate_argnums=(1, 2))
         with self._lowering_forward:
             lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
-        compiled = lowered.compile(None if autotune else UNTUNED)
+        if autotune and quiet is not None:
+            quiet.result()
+        compiled = lowered.compile(self._compiler_options(autotune))
         check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
         return compiled
 
@@ -149,27 +155,32 @@ class ProgramBuilder:
         check_aliased(compiled, self.options, "the program that loads a row of options")
         return compiled
 
-    def score(self, *, autotune: bool = True) -> Any:
+    def _compiler_options(self, autotune: bool) -> dict[str, Any] | None:
+        if not self._on_gpu:
+            return None
+        return TUNED if autotune else UNTUNED
+
+    def score(self) -> Any:
         """Compile the program that gives log-probabilities of prompt tokens."""
         logits = partial(self._module.logits, config=self._model, spec=self._spec)
         jitted = jax.jit(partial(prompt_rows.score, logits=logits, max_logprobs=self._plan.max_logprobs))
         rows = self._shape((2, prompt_rows.rows_at_once(self._plan)), np.int32)
-        return jitted.lower(self._params, self.state, rows).compile(None if autotune else UNTUNED)
+        return jitted.lower(self._params, self.state, rows).compile(self._compiler_options(False))
 
-    def pool(self, *, autotune: bool = True) -> Any:
+    def pool(self) -> Any:
         """Compile the program that adds hidden states up."""
         jitted = jax.jit(partial(prompt_rows.pool, norm=partial(self._module.final_norm, config=self._model)))
         spans = self._shape((2, self._plan.ladder.max_prefill_rows), np.int32)
-        return jitted.lower(self._params, self.state, spans).compile(None if autotune else UNTUNED)
+        return jitted.lower(self._params, self.state, spans).compile(self._compiler_options(False))
 
-    def all(self, progress: Progress, *, on_gpu: bool, check: Callable[[], None]) -> Programs:
-        """Compile everything, with a progress line a program; ``check`` is called before each and raises if there is no
-        point in going on.
+    def all(self, progress: Progress, loading: Future[Any]) -> Programs:
+        """Compile everything, with a progress line a program, unless ``loading`` of the parameters fails, which is then
+        raised.
 
-        On a GPU all cores compile. Some programs are autotuned, one at a time, since several would disturb each other's
-        timings; for the others cuBLAS's proposal measured as fast, and tuning takes longer than compiling. On a CPU one
-        program follows the other: XLA spreads each over the cores anyway, and reading a program from the cache while
-        another is compiled has crashed.
+        On a GPU all cores compile. Some programs are autotuned, one at a time and with the parameters in place, since
+        whatever else the GPU does disturbs timings; for the others cuBLAS's proposal measured as fast, and tuning takes
+        longer than compiling. On a CPU one program follows the other: XLA spreads each over the cores anyway, and
+        reading a program from the cache while another is compiled has crashed.
         """
         buckets = self._plan.ladder.all()
         row_sizes = sorted({b.rows for b in buckets})
@@ -178,25 +189,26 @@ class ProgramBuilder:
         counter = itertools.count(1)
 
         def timed(what: str, compile_one: Callable[[], Any]) -> Any:
-            check()
+            if loading.done():
+                loading.result()  # there is no point in going on if it raises
             start = time.monotonic()
             program = compile_one()
             progress(f"compiled {next(counter)}/{total}: {what} ({time.monotonic() - start:.1f} s)")
             return program
 
-        with ThreadPoolExecutor(os.cpu_count() if on_gpu else 1) as pool, ThreadPoolExecutor(1) as one:
+        with ThreadPoolExecutor(os.cpu_count() if self._on_gpu else 1) as pool, ThreadPoolExecutor(1) as one:
             forward = {}
             for bucket in reversed(buckets):
-                tuned = on_gpu and self._worth_tuning(bucket)
-                task = partial(self.forward, bucket, autotune=tuned or not on_gpu)
-                forward[bucket] = (one if tuned else pool).submit(timed, f"forward {bucket}", task)
+                tuned = self._worth_tuning(bucket)
+                task = partial(self.forward, bucket, autotune=tuned, quiet=loading)
+                forward[bucket] = (one if tuned and self._on_gpu else pool).submit(timed, f"forward {bucket}", task)
             sample = {
                 (r, v): pool.submit(timed, f"sample {r} rows, {v}", partial(self.sample, r, v)) for r, v in samplers
             }
             new_options = pool.submit(timed, "empty options", self.new_options)
             load_row = pool.submit(timed, "a row's options", self.load_row)
-            score = pool.submit(timed, "scores of prompt tokens", partial(self.score, autotune=not on_gpu))
-            pooled = pool.submit(timed, "pooled hidden states", partial(self.pool, autotune=not on_gpu))
+            score = pool.submit(timed, "scores of prompt tokens", self.score)
+            pooled = pool.submit(timed, "pooled hidden states", self.pool)
             return Programs(
                 forward={b: forward[b].result() for b in buckets},
                 sample={(r, v): sample[r, self._compiled(v)].result() for r in row_sizes for v in VARIANTS},

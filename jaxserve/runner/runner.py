@@ -181,12 +181,8 @@ class ModelRunner:
         return jax.block_until_ready(module.load_params(checkpoint, self.model_config, self._mesh, layer_done))
 
     def _compile(self, builder: ProgramBuilder, progress: Progress, loading: Future[Any]) -> Programs:
-        def check() -> None:
-            if loading.done():
-                loading.result()  # raises what loading raised
-
         with self._phase("compile"):
-            return builder.all(progress, on_gpu=not self._on_cpu, check=check)
+            return builder.all(progress, loading)
 
     def _warm_up(self) -> None:
         """Run every program three times on padding: a GPU records its graphs on the first two. A CPU has none."""

@@ -1,0 +1,110 @@
+"""Triton kernels in XLA programs: Triton's front end, and XLA for the rest.
+
+XLA has a custom call whose kernel is given in Triton's IR. Such kernels are plain nodes of a program's CUDA graph and
+may be on the multiprocessors before the kernel in front of them has ended (programmatic dependent launch), and XLA
+compiles them, on all cores and outside Python's lock. jax-triton compiles in Python, and each of its kernels is a graph
+of its own within the graph; JAXSERVE_TRITON=jax_triton in the environment chooses it, to compare.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import jax
+import numpy as np
+import triton
+from jax.ref import AbstractRef
+from triton._C.libtriton import ir
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import type_canonicalisation_dict
+
+TARGET = GPUTarget("cuda", 90, 32)
+"""For the front end alone, which only checks what the language allows there."""
+
+
+def triton_call(
+    *operands: Any,
+    kernel: Any,
+    grid: tuple[int, ...],
+    out_type: Any,
+    num_warps: int = 4,
+    num_stages: int = 3,
+    **parameters: Any,
+) -> Any:
+    """Run ``kernel`` on arrays, of which it reads, ``jax.Ref``s, which it may change, and ints, which are compiled in;
+    returns arrays like ``out_type``, one ShapeDtypeStruct or several. The kernel's parameters are the operands, the
+    results, and those given by name."""
+    if os.environ.get("JAXSERVE_TRITON") == "jax_triton":
+        import jax_triton
+
+        return jax_triton.triton_call(
+            *operands, kernel=kernel, grid=grid, out_type=out_type, num_warps=num_warps, num_stages=num_stages,
+            **parameters,
+        )  # fmt: skip
+    results = list(out_type) if isinstance(out_type, Sequence) else [out_type]
+    names = [p.name for p in kernel.params if p.name not in parameters]
+    values = dict(zip(names, [*operands, *results], strict=True))
+    constants = {n: v for n, v in values.items() if isinstance(v, int)} | parameters
+    types = {n: _pointer_to(v.dtype) for n, v in values.items() if n not in constants}
+    refs = {n: v for n, v in values.items() if n in types and isinstance(jax.typeof(v), AbstractRef)}
+    arrays = {n: refs[n][...] if n in refs else values[n] for n in types if n not in names[len(operands) :]}
+    changed = [jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in refs]
+    name, module = _triton_ir(
+        kernel, tuple(types.items()), tuple(constants.items()), tuple(refs), num_warps, num_stages
+    )
+    got = jax.ffi.ffi_call(
+        "__gpu$xla.gpu.triton",
+        [*results, *changed],
+        input_output_aliases={list(arrays).index(n): len(results) + i for i, n in enumerate(refs)},
+    )(
+        *arrays.values(),
+        name=name, ir=module, debug=False, num_warps=np.int32(num_warps), num_stages=np.int32(num_stages),
+        **{f"grid_{axis}": np.int32(size) for axis, size in zip("xyz", (*grid, 1, 1), strict=False)},
+    )  # fmt: skip
+    for ref, value in zip(refs.values(), got[len(results) :], strict=True):
+        ref[...] = value
+    return got[: len(results)] if isinstance(out_type, Sequence) else got[0]
+
+
+def _pointer_to(dtype: Any) -> str:
+    return "*" + str(type_canonicalisation_dict[str(dtype)])
+
+
+@cache
+def _triton_ir(
+    kernel: Any,
+    types: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    in_place: tuple[str, ...],
+    num_warps: int,
+    num_stages: int,
+) -> tuple[str, str]:
+    """The kernel's name and its module as text."""
+    backend = triton.compiler.make_backend(TARGET)
+    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    places = {p.name: i for i, p in enumerate(kernel.params)}
+    signature = {name: dict(types).get(name, "constexpr") for name in places}
+    aligned = {(places[name],): [["tt.divisibility", 16]] for name, _ in types}  # XLA's buffers are
+    source = ASTSource(kernel, signature, {(places[n],): v for n, v in constants}, aligned)
+    module = source.make_ir(
+        TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
+    )
+    module = backend.make_ttir(module, {}, options, TARGET.arch)  # inlines: XLA takes no calls within reductions
+    return source.name, _with_aliases(module.str_nodebug(), [[n for n, _ in types].index(n) for n in in_place])
+
+
+def _with_aliases(module: str, in_place: list[int]) -> str:
+    """XLA passes buffers that are changed in place twice, as operands and as results; the kernel needs them once."""
+    header = re.search(r"tt\.func public @\w+\((.*)\) attributes", module)
+    assert header is not None
+    declared = re.findall(r"%\w+: (!tt\.ptr<\w+>(?: \{[^}]*\})?)", header[1])
+    again = [f"%again{i}: {declared[i]}" for i in in_place]
+    return module[: header.start(1)] + ", ".join([header[1], *again]) + module[header.end(1) :]
