@@ -193,11 +193,11 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--attention-backend", choices=options.ATTENTION_BACKENDS,
-        help="mosaic_gpu: for prefill, on Hopper [auto: GPU triton, CPU reference]",
+        help="mosaic_gpu: triton but for prefill, on Hopper [auto: the fastest that can be; on a CPU reference]",
     )  # fmt: skip
     group.add_argument(
         "--linear-backend", choices=options.LINEAR_BACKENDS,
-        help="triton: for products of up to 128 rows, on Hopper [auto: reference, which is XLA's]",
+        help="triton: for products of up to 128 rows [auto: on Hopper triton, else reference, which is XLA's]",
     )  # fmt: skip
     group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="[1]")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help="[the user's cache directory]")

@@ -179,6 +179,7 @@ def decode_attention(
     backend: str,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    into: Array | None = None,
 ) -> tuple[Array, DecodePlan]:
     """Attention of one query a sequence, the last of its ``seq_lens[s]`` tokens, for which ``plan`` was made.
 
@@ -186,9 +187,11 @@ def decode_attention(
     layer, whose scratch memory is used in place. Query head h reads KV head h // (H / K). A row of length 0 is padding
     and gives zeros. ``k_scale`` and ``v_scale``, float32 ``[K]`` and given together, multiply the keys and values of
     each KV head.
+    With ``into[T, H, D]``, whose first S rows are those of ``q[T, H, D]``, results are put there, in place, and rows
+    of length 0 are left as they are.
     """
     run = _implementation("decode_attention", backend)
-    options = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale}
+    options = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "into": into}
     result: tuple[Array, DecodePlan] = run(q, k_cache, v_cache, block_tables, seq_lens, plan, **options)
     return result
 

@@ -131,9 +131,11 @@ def decode_attention(
     scale: float,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    into: Array | None = None,
 ) -> tuple[Array, DecodePlan]:
     window = plan.window
-    num_seqs, num_heads, head_dim = q.shape
+    num_seqs, (_, num_heads, head_dim) = seq_lens.shape[0], q.shape
+    q = q[:num_seqs]
     block_size, kv_heads = k_cache.shape[1:3]
     blocks, chunk = _chunking(block_size)
     tables = _pad_tables(block_tables, blocks)
@@ -157,7 +159,10 @@ def decode_attention(
     first = jnp.array(0) if window is None else _first_chunk(seq_lens, window, chunk)
     state = _Softmax.start(queries.shape[:3], head_dim)
     state = lax.fori_loop(first, (seq_lens.max() + chunk - 1) // chunk, step, state)
-    return state.result().reshape(q.shape).astype(q.dtype), plan
+    out = state.result().reshape(q.shape).astype(q.dtype)
+    if into is not None:
+        out = into.at[:num_seqs].set(jnp.where(seq_lens[:, None, None] > 0, out, into[:num_seqs]))
+    return out, plan
 
 
 def prefill_attention(

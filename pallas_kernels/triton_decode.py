@@ -32,10 +32,11 @@ def decode_kernel(
     table_width,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr, ROWS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
     """Grid (max_items * K,). A sequence's only item gives ``out[S, K, G, D]``; others float32 partial results
-    ``[max_items, K, G, D]``, with the log2 of their softmax sums in ``lse[max_items, K, G, COPIES]``.
+    ``[max_items, K, G, D]``, with the log2 of their softmax sums in ``lse[max_items, K, G, COPIES]``. With ``KEEP``,
+    what stands in ``out`` where a sequence is empty remains.
     ``counters[S, K]``, how many items of a sequence are done, are zero before and after."""
     item, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     number = tl.load(items_ptr)
@@ -77,6 +78,8 @@ def decode_kernel(
             acc *= tl.load(v_scale_ptr + head)
         out = out_ptr + row * GROUPS * DIM
         if count == 1:
+            if KEEP:
+                rows_seen &= length > 0
             tl.store(out + in_row, acc.to(out_ptr.dtype.element_ty), mask=rows_seen)
         else:
             part = (place * KV_HEADS + head) * GROUPS
@@ -168,7 +171,7 @@ class DecodeLaunch:
 
 def launch_decode(
     q_shape: tuple[int, ...], cache_shape: tuple[int, ...], table_width: int, max_items: int, tuning: Tuning, *,
-    scale: float, window: int | None, scaled: bool, wide: bool,
+    scale: float, window: int | None, scaled: bool, wide: bool, keep: bool = False,
 ) -> DecodeLaunch:  # fmt: skip
     _, heads, dim = q_shape
     _, block_size, kv_heads, _ = cache_shape
@@ -181,7 +184,7 @@ def launch_decode(
         table_width=table_width, SCALE=scale * LOG2E, WINDOW=window or 0, SCALED=scaled, KV_HEADS=kv_heads,
         GROUPS=groups, GROUPS_PAD=groups_pad, ROWS_PAD=max(16, groups_pad), DIM=dim, DIM_PAD=dim_pad,
         BLOCK_SIZE=block_size, TILE=WIDE_TILE if wide else tuning.tile, PARTS=parts,
-        PRECISION="ieee" if wide else "tf32",
+        PRECISION="ieee" if wide else "tf32", KEEP=keep,
     )  # fmt: skip
     return DecodeLaunch((max_items * kv_heads,), parameters, warps, stages, (max_items, kv_heads, groups, dim))
 
@@ -213,23 +216,25 @@ def decode_attention(
     scale: float,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
+    into: Array | None = None,
 ) -> tuple[Array, DecodePlan]:
     items, counters = plan.arrays
+    num_seqs, table_width = block_tables.shape
     launch = launch_decode(
-        q.shape, k_cache.shape, block_tables.shape[1], items.shape[0] - 1, choose_tuning(q.shape[0], plan.split_size),
-        scale=scale, window=plan.window, scaled=k_scale is not None, wide=q.dtype == jnp.float32,
+        q.shape, k_cache.shape, table_width, items.shape[0] - 1, choose_tuning(num_seqs, plan.split_size),
+        scale=scale, window=plan.window, scaled=k_scale is not None, wide=q.dtype == jnp.float32, keep=into is not None,
     )  # fmt: skip
     ones = jnp.ones((), jnp.float32)
-    in_place = jax.new_ref(counters)
-    out, _, _ = triton_call(
+    done, out = jax.new_ref(counters), [] if into is None else [jax.new_ref(into)]
+    scratch = [
+        jax.ShapeDtypeStruct(launch.partial_shape, jnp.float32),
+        jax.ShapeDtypeStruct((*launch.partial_shape[:3], COPIES.value), jnp.float32),
+    ]
+    results = triton_call(
         q, k_cache, v_cache, block_tables, items,
-        ones if k_scale is None else k_scale, ones if v_scale is None else v_scale, in_place,
+        ones if k_scale is None else k_scale, ones if v_scale is None else v_scale, done, *out,
         kernel=decode_kernel, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        out_type=[
-            jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct(launch.partial_shape, jnp.float32),
-            jax.ShapeDtypeStruct((*launch.partial_shape[:3], COPIES.value), jnp.float32),
-        ],
-        **launch.parameters,
+        out_type=scratch if out else [jax.ShapeDtypeStruct(q.shape, q.dtype), *scratch], **launch.parameters,
     )  # fmt: skip
-    return out, DecodePlan((items, jax.freeze(in_place)), plan.window, plan.split_size)
+    attended = jax.freeze(out[0]) if out else results[0]
+    return attended, DecodePlan((items, jax.freeze(done)), plan.window, plan.split_size)

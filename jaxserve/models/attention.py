@@ -89,17 +89,16 @@ def attend(
         q, keys, values = pallas_kernels.rope_and_write(
             qkv, *rope, *cache, at.slot_mapping, dtype=cache[0].dtype, backend=spec.backend
         )
-        decode_rows = at.decode_seq_lens.shape[0]
-        attended, plan = pallas_kernels.decode_attention(
-            q[:decode_rows], keys, values, at.decode_block_tables, at.decode_seq_lens, plan,
-            scale=spec.scale, backend=spec.backend,
-        )  # fmt: skip
+        prefill = None
         if at.prefill_seq_lens.shape[0]:
             prefill = pallas_kernels.prefill_attention(
                 q, keys, values, at.prefill_block_tables, at.prefill_seq_lens, at.query_start_loc,
                 scale=spec.scale, window=plan.window, backend=spec.prefill_backend,
             )  # fmt: skip
-            attended = prefill.at[:decode_rows].add(attended)  # each is zero where the other is not
+        attended, plan = pallas_kernels.decode_attention(
+            q, keys, values, at.decode_block_tables, at.decode_seq_lens, plan,
+            scale=spec.scale, into=prefill, backend=spec.backend,
+        )  # fmt: skip
         _, tokens, kv_heads, lanes, dim = qkv.shape
         return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values), plan
 

@@ -82,7 +82,6 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         block_size=config.block_size,
         ladder=ladder,
         attention_backend=backend,
-        # Its tiles are made for Hopper's tensor cores and shared memory.
         linear_backend=_linear_backend(config, on_gpu, compute_capability),
         prefill_backend=prefill_backend,
         async_depth=config.async_depth or (2 if on_gpu else 1),
@@ -108,28 +107,30 @@ def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:
 def _backends(
     config: EngineConfig, model: ModelConfig, dtype: np.dtype, on_gpu: bool, compute_capability: str
 ) -> tuple[str, str]:
-    """Of all kernels, and of prefill attention. An explicit choice never falls back; auto is Triton on a GPU. Mosaic
-    GPU is for prefill attention, and on request: twice as fast by itself, but no whole engine has run on it yet."""
+    """Of all kernels, and of prefill attention. An explicit choice never falls back; auto is Triton on a GPU, and
+    Mosaic GPU for prefill attention where that can be."""
     choice = config.attention_backend
     if choice in ("triton", "mosaic_gpu") and not on_gpu:
         raise ValueError(f"--attention-backend {choice} needs an NVIDIA GPU; a CPU has reference")
     if choice == "reference" or not on_gpu:
         return "reference", "reference"
-    if choice == "mosaic_gpu":
-        if refusal := _mosaic_refusal(model, dtype, config.block_size, compute_capability):
-            raise ValueError(f"--attention-backend mosaic_gpu: {refusal}")
-        return "triton", "mosaic_gpu"
-    return "triton", "triton"
+    if choice == "triton":
+        return "triton", "triton"
+    refusal = _mosaic_refusal(model, dtype, config.block_size, compute_capability)
+    if refusal and choice == "mosaic_gpu":
+        raise ValueError(f"--attention-backend mosaic_gpu: {refusal}")
+    return "triton", "triton" if refusal else "mosaic_gpu"
 
 
 def _linear_backend(config: EngineConfig, on_gpu: bool, compute_capability: str) -> str:
-    """Of matrix products of few rows: XLA's (reference) unless Triton's are asked for, which are tuned for Hopper and
-    have not been measured in a whole step."""
-    if config.linear_backend != "triton":
-        return "reference"
-    if not on_gpu or not compute_capability.startswith("9."):
+    """Of matrix products of few rows: Triton's on Hopper, whose tiles are made for it, or XLA's (reference)."""
+    choice = config.linear_backend
+    hopper = on_gpu and compute_capability.startswith("9.")
+    if choice == "triton" and not hopper:
         raise ValueError("--linear-backend triton needs a Hopper GPU (compute capability 9.0)")
-    return "triton"
+    if choice == "auto":
+        return "triton" if hopper else "reference"
+    return choice
 
 
 def _mosaic_refusal(model: ModelConfig, dtype: np.dtype, block_size: int, compute_capability: str) -> str | None:

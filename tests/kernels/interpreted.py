@@ -50,7 +50,9 @@ def plan_of(seq_lens, *, kv_heads: int, max_seq_len: int, window: int | None, sp
     return items, counters
 
 
-def decode(inputs: Inputs, split_size: int | None = None, scales=None, layers: int = 1, **plan) -> np.ndarray:
+def decode(
+    inputs: Inputs, split_size: int | None = None, scales=None, layers: int = 1, keep: bool = False, **plan
+) -> np.ndarray:
     """What the last of several layers gives, all with the same operands."""
     q, shape, table_width = inputs.q, inputs.shape, inputs.block_tables.shape[1]
     num_seqs, kv_heads = len(shape.seq_lens), shape.num_kv_heads
@@ -61,7 +63,7 @@ def decode(inputs: Inputs, split_size: int | None = None, scales=None, layers: i
     launch = triton_decode.launch_decode(
         q.shape, inputs.k_cache.shape, table_width, len(items.array) - 1,
         triton_decode.choose_tuning(num_seqs, split_size), scale=shape.head_dim**-0.5, window=shape.window,
-        scaled=scales is not None, wide=True,
+        scaled=scales is not None, wide=True, keep=keep,
     )  # fmt: skip
     operands = (q, inputs.k_cache, inputs.v_cache, inputs.block_tables)
     factors = scales or (np.ones(1, np.float32),) * 2
@@ -81,6 +83,13 @@ def expected_decode(inputs: Inputs, **scales) -> np.ndarray:
     plan = DecodePlan((), shape.window, None)
     run = jax.jit(reference.decode_attention, static_argnames="scale")
     return np.asarray(run(*operands, plan, scale=shape.head_dim**-0.5, **scales)[0])
+
+
+def test_decode_leaves_rows_of_nobody_as_they_are():
+    inputs = make_inputs(AttentionShape((5, 0, 700), (1, 1, 1)))
+    expected = expected_decode(inputs).copy()
+    expected[1] = POISON
+    np.testing.assert_allclose(decode(inputs, keep=True), expected, atol=1e-5)
 
 
 CASES = [*((name, None) for name in DECODE), *((name, 64) for name in ("gqa", "window-over-chunks", "padding"))]

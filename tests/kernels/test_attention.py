@@ -170,6 +170,26 @@ def test_a_prefill_chunk_is_the_same_bits_in_any_company(name):
         assert not np.any(alone[queries:])
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=pytest.mark.gpu)])
+def test_decode_puts_its_rows_among_those_of_others(backend):
+    """Into the result of prefill attention, as in a step of both; a row of length 0 is a prompt token's."""
+    inputs = make_inputs(AttentionShape((5, 0, 40, 700), (1, 1, 1, 1)))
+    options = {"scale": inputs.shape.head_dim**-0.5, "backend": backend}
+    others = np.random.default_rng(1).normal(size=(6, *inputs.q.shape[1:])).astype(np.float32)
+    lens, caches = np.array(inputs.shape.seq_lens, np.int32), (inputs.k_cache, inputs.v_cache, inputs.block_tables)
+
+    @jax.jit
+    def run(q, into):
+        _, block_size, kv_heads, _ = inputs.k_cache.shape
+        sizes = {"kv_heads": kv_heads, "max_seq_len": inputs.block_tables.shape[1] * block_size, "window": None}
+        plan = pallas_kernels.plan_decode(lens, **sizes, backend=backend)
+        return pallas_kernels.decode_attention(q, *map(jnp.asarray, caches), lens, plan, into=into, **options)[0]
+
+    got = np.asarray(run(np.concatenate([inputs.q, others[4:]]), others))
+    expected = np.where((lens > 0)[:, None, None], dense(inputs), others[:4])
+    np.testing.assert_allclose(got, np.concatenate([expected, others[4:]]), atol=TOLERANCE["float32"])
+
+
 def test_decode_scales_multiply_keys_and_values():
     inputs = make_inputs(DECODE["gqa"])
     k_scale, v_scale = np.array([0.5, 3.0], np.float32), np.array([2.0, 0.25], np.float32)

@@ -24,7 +24,7 @@ def backends(device, head_dim=128, **options):
     [
         (CPU, {}, ("reference", "reference")),
         (AMPERE, {}, ("triton", "triton")),
-        (HOPPER, {}, ("triton", "triton")),
+        (HOPPER, {}, ("triton", "mosaic_gpu")),
         (HOPPER, {"head_dim": 80}, ("triton", "triton")),
         (HOPPER, {"dtype": "float32"}, ("triton", "triton")),
         (HOPPER, {"attention_backend": "triton"}, ("triton", "triton")),
@@ -51,10 +51,17 @@ def test_an_impossible_choice_is_refused(device, options, reason):
 
 
 @pytest.mark.parametrize(
-    ("choice", "expected"), [("auto", "reference"), ("reference", "reference"), ("triton", "triton")]
+    ("device", "choice", "expected"),
+    [
+        (HOPPER, "auto", "triton"),
+        (HOPPER, "triton", "triton"),
+        (HOPPER, "reference", "reference"),
+        (AMPERE, "auto", "reference"),
+        (CPU, "auto", "reference"),
+    ],
 )
-def test_products_of_few_rows(choice, expected):
-    plan = make_plan(EngineConfig(model="8B", linear_backend=choice), LLAMA_8B(1), *HOPPER)
+def test_products_of_few_rows(device, choice, expected):
+    plan = make_plan(EngineConfig(model="8B", linear_backend=choice), LLAMA_8B(1), *device)
     assert plan.linear_backend == expected
 
 
