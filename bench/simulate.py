@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -58,16 +59,20 @@ class Arrival:
         ]
 
 
+STEP_SIZES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+"""What steps with prompts are padded to."""
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds."""
 
-    step: float = 4.1e-3
-    """Reading the weights."""
-    row: float = 13e-6
-    """A sequence of a step."""
-    prompt_token: float = 21e-6
-    context_token: float = 29e-9
+    step: float = 0.5e-3
+    weights: float = 3.6e-3
+    """Reading them, while tokens are multiplied with them."""
+    token: float = 21.4e-6
+    """Multiplying the weights with a token, padding too."""
+    context_token: float = 32e-9
     """A token of KV that is read."""
     swapped_program: float = 2.5e-3
     """64 blocks, one way."""
@@ -83,10 +88,12 @@ class FakeRunner:
         costs = self.costs
         context = sum(row.seq_len for row in step.rows)
         programs = sum(-(-len(swap.block_ids) // SWAP_PROGRAM_BLOCKS) for swap in (*step.swap_out, *step.swap_in))
+        tokens = step.num_tokens
+        if step.prefill:
+            tokens = next(size for size in STEP_SIZES if size >= tokens)
         return (
             costs.step
-            + costs.row * len(step.rows)
-            + costs.prompt_token * step.num_prefill_tokens
+            + math.hypot(costs.weights, costs.token * tokens)
             + costs.context_token * context
             + costs.swapped_program * programs
         )
@@ -239,8 +246,10 @@ def simulate(trace: Iterable[Arrival], options: argparse.Namespace) -> Result:
     swap = None
     if options.swap_blocks:
         swap = SwapSpace(options.swap_blocks, SWAP_PROGRAM_BLOCKS, 2 * costs.swapped_program)
-        swap.seconds_per_token = costs.prompt_token
-    limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, max_prefill_rows=64)
+        swap.seconds_per_token = costs.token
+    low, high = options.mixed_step_tokens
+    mixed_sizes = tuple(size for size in STEP_SIZES if low <= size <= high)
+    limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, 64, mixed_sizes)
     scheduler = Scheduler(limits, kv, options.policy, swap)
     simulation = Simulation(scheduler, FakeRunner(costs), depth=options.depth, max_model_len=options.max_model_len)
     result = simulation.run(trace)
@@ -296,6 +305,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--swap-blocks", type=int, default=0, help="blocks that host memory holds")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
+    parser.add_argument(
+        "--mixed-step-tokens", type=int, nargs=2, default=(768, 3072), help="tokens a step while sequences decode"
+    )
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--window", type=int, help="sliding window of all layers")
     parser.add_argument("--depth", type=int, default=2, help="steps in flight")

@@ -87,7 +87,9 @@ class EngineCore:
         plan = runner.plan
         self.runner = runner
         self.scheduler = Scheduler(
-            SchedulerLimits(plan.max_num_seqs, plan.max_num_batched_tokens, plan.ladder.max_prefill_rows),
+            SchedulerLimits(
+                plan.max_num_seqs, plan.max_num_batched_tokens, plan.ladder.max_prefill_rows, plan.mixed_sizes
+            ),
             KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching, window=window),
             policy,
             self._make_swap_space(runner),

@@ -41,6 +41,8 @@ class Plan:
     """Lower the stated length to what the KV pool can hold."""
     max_num_seqs: int
     max_num_batched_tokens: int
+    mixed_sizes: tuple[int, ...]
+    """See ``SchedulerLimits``."""
     block_size: int
     ladder: Ladder
     attention_backend: str
@@ -84,6 +86,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         attention_backend=backend,
         linear_backend=_linear_backend(config, on_gpu, compute_capability),
         prefill_backend=prefill_backend,
+        mixed_sizes=_mixed_sizes(config, ladder, on_gpu),
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
     )
@@ -102,6 +105,20 @@ def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:
         return doubling(min(budget, 32), budget, 4)
     powers = doubling(min(budget, 128), budget)
     return tuple(sorted({*powers, *(p * 3 // 2 for p in powers if p * 3 // 2 < budget)}))
+
+
+def _mixed_sizes(config: EngineConfig, ladder: Ladder, on_gpu: bool) -> tuple[int, ...]:
+    """Sizes of steps while sequences decode. On a GPU, a step of 768 tokens of an 8B model takes 18 ms on an H200, and
+    multiplies at nearly the rate of larger ones; one of 3,072 takes 70 ms."""
+    low, high = config.mixed_step_tokens or ((768, 3072) if on_gpu else (ladder.token_sizes[-1],) * 2)
+    if config.mixed_step_tokens and not ladder.max_rows < low <= high:
+        raise ValueError(
+            f"--mixed-step-tokens must be two sizes in increasing order above --max-num-seqs ({ladder.max_rows}),"
+            f" got {low},{high}"
+        )
+    low = max(low, ladder.max_rows + 1)
+    sizes = [size for size in ladder.token_sizes if low <= size <= high]
+    return tuple(sizes) or (max(low, min(high, ladder.token_sizes[-1])),)
 
 
 def _backends(

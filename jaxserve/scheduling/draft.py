@@ -14,6 +14,13 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_prefill_rows: int
     """Requests that compute more than one token in the same step."""
+    mixed_sizes: tuple[int, ...] = ()
+    """Tokens that a step may have in which some sequences decode and others compute prompts, in increasing order;
+    empty: max_num_batched_tokens."""
+
+
+PROMPT_STEPS = 12
+"""Over about so many steps the prompt tokens that wait are spread while sequences decode."""
 
 
 class Draft:
@@ -23,6 +30,7 @@ class Draft:
         self.counts: dict[Request, int] = {}
         self.budget = limits.max_num_batched_tokens
         self.prefill_rows = limits.max_prefill_rows
+        self._mixed_sizes = limits.mixed_sizes
         self.cached_blocks = MAX_CACHED_BLOCKS
         self.incomplete: list[Request] = []
         """Those whose prompts will not be complete after this step."""
@@ -30,6 +38,14 @@ class Draft:
         self.swap_in: list[Swap] = []
         self.queried_tokens = 0
         self.cached_tokens = 0
+
+    def shorten(self, prompt_tokens: int) -> None:
+        """Leave room for a part of the ``prompt_tokens`` that are to be computed, the smaller the fewer they are: the
+        sequences that decode, which are in already, wait for them."""
+        if self.counts and self._mixed_sizes:
+            wanted = len(self.counts) + prompt_tokens // PROMPT_STEPS
+            tokens = next((size for size in self._mixed_sizes if size >= wanted), self._mixed_sizes[-1])
+            self.budget = min(self.budget, tokens - len(self.counts))
 
     def size(self, request: Request, wanted: int) -> int:
         """Tokens that a request that wants ``wanted`` can have; 0 if none."""

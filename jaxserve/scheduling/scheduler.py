@@ -109,6 +109,7 @@ class Scheduler:
         preempted = len(self._preempted)
         try:
             prompts = self._schedule_decoding(draft)
+            draft.shorten(sum(map(wanted_tokens, prompts)) + self.waiting.num_tokens)
             self._schedule_prompts(draft, prompts)
         except _DrainNeeded:
             return None

@@ -69,3 +69,23 @@ def test_products_of_few_rows(device, choice, expected):
 def test_products_that_only_hopper_has_are_refused(device):
     with pytest.raises(ValueError, match="--linear-backend triton needs a Hopper GPU"):
         make_plan(EngineConfig(model="8B", linear_backend="triton"), LLAMA_8B(1), *device)
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "expected"),
+    [
+        (HOPPER, {}, (768, 1024, 1536, 2048, 3072)),
+        (HOPPER, {"mixed_step_tokens": (1024, 2000)}, (1024, 1536)),
+        (HOPPER, {"token_buckets": (512, 2048), "max_num_batched_tokens": 2048}, (2048,)),
+        (HOPPER, {"max_num_seqs": 1024}, (1536, 2048, 3072)),
+        (CPU, {}, (512,)),
+    ],
+)
+def test_sizes_of_steps_while_sequences_decode(device, options, expected):
+    assert make_plan(EngineConfig(model="8B", **options), LLAMA_8B(1), *device).mixed_sizes == expected
+
+
+@pytest.mark.parametrize("sizes", [(256, 512), (1024, 512)])
+def test_sizes_of_steps_that_leave_prompts_no_room_are_refused(sizes):
+    with pytest.raises(ValueError, match=r"--mixed-step-tokens .* above --max-num-seqs \(256\)"):
+        make_plan(EngineConfig(model="8B", mixed_step_tokens=sizes), LLAMA_8B(1), *HOPPER)

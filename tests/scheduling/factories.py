@@ -44,9 +44,10 @@ def make_scheduler(
     budget: int = 16,
     prefill_rows: int = 4,
     policy: SchedulingPolicy = "fcfs",
+    mixed_sizes: tuple[int, ...] = (),
     **kv: Any,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_num_seqs, budget, prefill_rows)
+    limits = SchedulerLimits(max_num_seqs, budget, prefill_rows, mixed_sizes)
     return Scheduler(limits, KVManager(num_blocks, block_size, **kv), policy)
 
 

@@ -36,6 +36,27 @@ def test_requests_join_while_others_decode_and_decoding_comes_first():
     assert step.admitted == ("b",)
 
 
+def test_steps_are_short_while_sequences_decode_and_longer_the_more_prompt_tokens_wait():
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=3, budget=64, mixed_sizes=(8, 16, 32))
+    scheduler.add(make_request(4, 50))
+    run_step(scheduler)
+    scheduler.add(make_request(40))
+    step = run_step(scheduler)
+    assert (len(step.decode), step.num_tokens) == (1, 8), "few tokens wait"
+    scheduler.add(make_request(500))
+    steps = [run_step(scheduler) for _ in range(30)]
+    sizes = [step.num_tokens for step in steps if step.prefill]
+    assert sizes[0] == 32 and sizes[-1] <= 8, "many wait, then fewer"
+    assert all(len(step.decode) >= 1 for step in steps), "nobody waits for a step"
+    assert sorted(sizes, reverse=True) == sizes
+
+
+def test_without_sequences_that_decode_a_step_takes_all_it_can():
+    scheduler = make_scheduler(num_blocks=400, budget=64, mixed_sizes=(8, 16))
+    scheduler.add(make_request(100))
+    assert run_step(scheduler).num_tokens == 64
+
+
 def test_slots_bound_the_requests_that_run_and_the_first_come_is_first_served():
     scheduler = make_scheduler(max_num_seqs=2)
     for name in "abc":
