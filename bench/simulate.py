@@ -59,7 +59,7 @@ class Arrival:
         ]
 
 
-STEP_SIZES = (128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 12288, 16384)
+STEP_SIZES = (128, 256, 512, 768, 1024, 2048, 4096, 8192, 16384)
 """What steps with prompts are padded to."""
 
 
@@ -247,9 +247,9 @@ def simulate(trace: Iterable[Arrival], options: argparse.Namespace) -> Result:
     if options.swap_blocks:
         swap = SwapSpace(options.swap_blocks, SWAP_PROGRAM_BLOCKS, 2 * costs.swapped_program)
         swap.seconds_per_token = costs.token
-    low, high = options.mixed_step_tokens
-    mixed_sizes = tuple(size for size in STEP_SIZES if low <= size <= high)
-    limits = SchedulerLimits(options.max_num_seqs, options.max_num_batched_tokens, 64, mixed_sizes)
+    limits = SchedulerLimits(
+        options.max_num_seqs, options.max_num_batched_tokens, 64, STEP_SIZES, tuple(options.prefill_chunk_tokens)
+    )
     scheduler = Scheduler(limits, kv, options.policy, swap)
     simulation = Simulation(scheduler, FakeRunner(costs), depth=options.depth, max_model_len=options.max_model_len)
     result = simulation.run(trace)
@@ -306,7 +306,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument(
-        "--mixed-step-tokens", type=int, nargs=2, default=(768, 3072), help="tokens a step while sequences decode"
+        "--prefill-chunk-tokens", type=int, nargs=2, default=(384, 1792), help="prompt tokens while sequences decode"
     )
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--window", type=int, help="sliding window of all layers")

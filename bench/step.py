@@ -1,6 +1,6 @@
 """Where a step's time goes on a GPU: the forward programs of the 8B shape, random weights, by kernel, from a trace.
 
-    python bench/step.py [--rows 1,8,32,128,256] [--tokens 8192] [--options '{"linear_backend": "triton"}']
+    python bench/step.py [--rows 1,8,32,128,256] [--tokens 8192] [--untuned] [--options JSON]
 
 Decode steps of so many sequences at 576 tokens each, and a step of 512-token prompts that fills so many tokens, without
 sampling. "wall" is the time a step of many in a row, "busy" that of its kernels.
@@ -47,10 +47,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="8192", help="tokens of steps of prompts")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--top", type=int, default=10, help="kernels to list")
+    parser.add_argument(
+        "--untuned", action="store_true", help="products as cuBLAS proposes them, without timing others"
+    )
     parser.add_argument("--options", default="{}", help="more EngineConfig fields, as JSON")
     arguments = parser.parse_args()
     rows, tokens = ([int(n) for n in text.split(",") if n] for text in (arguments.rows, arguments.tokens))
-    bench = StepBench(arguments.layers, sorted({*rows, 256}), json.loads(arguments.options))
+    bench = StepBench(arguments.layers, sorted({*rows, 256}), json.loads(arguments.options), not arguments.untuned)
     print(f"{machine()}\n{' '.join(sys.argv)}")
     for schedule in (*map(bench.decode, rows), *map(bench.prompts, tokens)):
         bench.show(schedule, arguments.top)
@@ -59,7 +62,7 @@ def main() -> None:
 class StepBench:
     """A model on a device, without an engine."""
 
-    def __init__(self, layers: int, row_buckets: list[int], options: dict[str, Any]) -> None:
+    def __init__(self, layers: int, row_buckets: list[int], options: dict[str, Any], autotune: bool = True) -> None:
         device, model = jax.devices()[0], LLAMA_8B(layers)
         config = EngineConfig(model="8B", max_model_len=2048, row_buckets=tuple(row_buckets), **options)
         self._plan = make_plan(config, model, device.platform, getattr(device, "compute_capability", ""))
@@ -67,6 +70,7 @@ class StepBench:
         self._params = random_params(model, self._plan.dtype, mesh)
         self._builder = ProgramBuilder(model, self._plan, self._params, mesh, BLOCKS)
         self._cache, self._state = zeros(self._builder.cache), zeros(self._builder.state)
+        self._autotune = autotune
         self._deal_blocks()
 
     def _deal_blocks(self) -> None:
@@ -99,7 +103,7 @@ class StepBench:
             print(f"{seconds / RUNS * 1e3:>10.3f} ms  {name[:80]}", flush=True)
 
     def _step(self, schedule: SchedulerOutput, bucket: Bucket) -> Callable[[], jax.Array]:
-        program = self._builder.forward(bucket)
+        program = self._builder.forward(bucket, autotune=self._autotune)
         packed = batch.pack(schedule, bucket, self._plan.block_size, null_slot=self._plan.max_num_seqs)
 
         def step() -> jax.Array:

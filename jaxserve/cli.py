@@ -168,8 +168,8 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=_count, metavar="N", help="sequences at once [CPU 16, GPU 256]")
     group.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="tokens a step [CPU 512, GPU 8192]")
     group.add_argument(
-        "--mixed-step-tokens", type=_sizes, metavar="LOW,HIGH",
-        help="tokens a step while sequences decode: LOW where few prompt tokens wait, up to HIGH [GPU 768,3072]",
+        "--prefill-chunk-tokens", type=_sizes, metavar="LOW,HIGH",
+        help="prompt tokens a step while sequences decode: LOW where few wait, up to HIGH [CPU no limit, GPU 384,1792]",
     )  # fmt: skip
     group.add_argument(
         "--scheduling-policy", choices=("fcfs", "priority"), help="order of admission: by arrival or by priority [fcfs]"

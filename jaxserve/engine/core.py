@@ -88,7 +88,11 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(
             SchedulerLimits(
-                plan.max_num_seqs, plan.max_num_batched_tokens, plan.ladder.max_prefill_rows, plan.mixed_sizes
+                max_num_seqs=plan.max_num_seqs,
+                max_num_batched_tokens=plan.max_num_batched_tokens,
+                max_prefill_rows=plan.ladder.max_prefill_rows,
+                step_sizes=plan.step_sizes,
+                chunk_tokens=plan.chunk_tokens,
             ),
             KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching, window=window),
             policy,

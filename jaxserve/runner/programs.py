@@ -37,8 +37,11 @@ Progress = Callable[[str], None]
 TUNED = {"xla_gpu_enable_triton_gemm": False}
 """XLA's own products by Triton never win by much here, and lose when a timing misleads the tuner."""
 UNTUNED = {"xla_gpu_autotune_level": 0, **TUNED}
-TUNED_FROM = 3072
-"""Tokens of a bucket from which on autotuning pays: 6 % at 8,192 tokens, nothing measurable at 2,048 (H200)."""
+TUNED_FROM = 8192
+"""Tokens of a bucket from which on autotuning pays: 6 % at 8,192 tokens; at 256 to 4,096 what it finds is no faster, or
+slower, than what cuBLAS proposes (H200)."""
+TUNED_ROWS = 128
+"""Up to so many rows, an untuned float32 LM head can be 1 ms slower."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +98,18 @@ class ProgramBuilder:
         """Compile the forward program of a bucket. Without ``autotune`` a GPU's GEMMs are what cuBLAS proposes; with
         it, what is fastest in timings, which begin when ``quiet`` is done."""
 
+        spec = replace(self._spec, prefill_backend=self._plan.prefill_backend_of(bucket))
+
         def forward(
             params: Any, cache: KVCache, state: BatchState, packed: Array
         ) -> tuple[KVCache, BatchState, Array, Array]:
             inputs, state = batch.unpack(packed, state, bucket, self._plan.block_size)
             hidden, cache = self._module.forward(
-                params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=self._spec
+                params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=spec
             )
             if bucket.prefill_rows:
                 state = state._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden, (0, 0)))
-            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model, spec=self._spec)
+            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model, spec=spec)
             return cache, state, logits, inputs.rows
 
         jitted = jax.jit(forward, donate_argnums=(1, 2))
@@ -219,12 +224,13 @@ class ProgramBuilder:
             )
 
     def _worth_tuning(self, bucket: Bucket) -> bool:
-        """The largest, and decode steps whose float32 LM head is XLA's: untuned, that alone is up to 1 ms slower."""
+        """The largest, and decode steps of few rows whose float32 LM head is XLA's."""
         model, plan = self._model, self._plan
         own_head = not model.tie_word_embeddings and pallas_kernels.suits_linear(
             "whole", bucket.rows, model.hidden_size, model.vocab_size, plan.dtype, backend=plan.linear_backend
         )
-        return bucket.tokens >= TUNED_FROM or (bucket.prefill_rows == 0 and not own_head)
+        few = bucket.prefill_rows == 0 and bucket.rows <= TUNED_ROWS
+        return bucket.tokens >= TUNED_FROM or (few and not own_head)
 
 
 def nbytes(arrays: Any) -> int:

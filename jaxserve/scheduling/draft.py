@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from jaxserve.request import Request
@@ -14,12 +15,13 @@ class SchedulerLimits:
     max_num_batched_tokens: int
     max_prefill_rows: int
     """Requests that compute more than one token in the same step."""
-    mixed_sizes: tuple[int, ...] = ()
-    """Tokens that a step may have in which some sequences decode and others compute prompts, in increasing order;
-    empty: max_num_batched_tokens."""
+    step_sizes: tuple[int, ...] = ()
+    """What steps with prompts are padded to, in increasing order; empty: steps are as large as they can be."""
+    chunk_tokens: tuple[int, int] = (1, 1 << 30)
+    """Prompt tokens of a step in which sequences decode: where few wait, and where many do. Only with sizes."""
 
 
-PROMPT_STEPS = 12
+PROMPT_STEPS = 18
 """Over about so many steps the prompt tokens that wait are spread while sequences decode."""
 
 
@@ -30,7 +32,7 @@ class Draft:
         self.counts: dict[Request, int] = {}
         self.budget = limits.max_num_batched_tokens
         self.prefill_rows = limits.max_prefill_rows
-        self._mixed_sizes = limits.mixed_sizes
+        self._limits = limits
         self.cached_blocks = MAX_CACHED_BLOCKS
         self.incomplete: list[Request] = []
         """Those whose prompts will not be complete after this step."""
@@ -40,12 +42,20 @@ class Draft:
         self.cached_tokens = 0
 
     def shorten(self, prompt_tokens: int) -> None:
-        """Leave room for a part of the ``prompt_tokens`` that are to be computed, the smaller the fewer they are: the
-        sequences that decode, which are in already, wait for them."""
-        if self.counts and self._mixed_sizes:
-            wanted = len(self.counts) + prompt_tokens // PROMPT_STEPS
-            tokens = next((size for size in self._mixed_sizes if size >= wanted), self._mixed_sizes[-1])
-            self.budget = min(self.budget, tokens - len(self.counts))
+        """Leave room for a part of the ``prompt_tokens`` that are to be computed. Sequences that decode, which are in
+        already, wait for them: the fewer there are, the shorter the step. And rather than pad much, a step is of the
+        next smaller size, and another one computes the rest."""
+        sizes, decoding = self._limits.step_sizes, len(self.counts)
+        if not (sizes and prompt_tokens):
+            return
+        if decoding:
+            low, high = self._limits.chunk_tokens
+            prompt_tokens = min(prompt_tokens, max(low, min(high, prompt_tokens // PROMPT_STEPS)))
+        wanted = decoding + prompt_tokens
+        place = min(bisect_left(sizes, wanted), len(sizes) - 1)
+        if place and wanted < sizes[place] * 3 // 4 and sizes[place - 1] > decoding:
+            place -= 1
+        self.budget = max(0, min(self.budget, sizes[place] - decoding))
 
     def size(self, request: Request, wanted: int) -> int:
         """Tokens that a request that wants ``wanted`` can have; 0 if none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,10 @@ def test_what_is_measured_follows_from_the_costs() -> None:
     """One request of 100 + 3 tokens: a prompt step, then two that decode."""
     result = simulate.simulate([Arrival(1.0, 100, 3)], options("--depth", "1"))
     costs = simulate.Costs()
-    first = costs.step + costs.row + 100 * (costs.prompt_token + costs.context_token)
+    first = costs.step + math.hypot(costs.weights, 128 * costs.token) + 100 * costs.context_token
+    decode = costs.step + math.hypot(costs.weights, costs.token)
     assert result.first_token == [pytest.approx(first)] and result.waiting == [0.0]
-    assert result.gaps == [pytest.approx(costs.step + costs.row + n * costs.context_token) for n in (101, 102)]
+    assert result.gaps == [pytest.approx(decode + n * costs.context_token) for n in (101, 102)]
     assert (result.output_tokens, result.steps) == (3, 3)
 
 

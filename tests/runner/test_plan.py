@@ -72,20 +72,26 @@ def test_products_that_only_hopper_has_are_refused(device):
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "expected"),
+    ("device", "options", "sizes", "chunk"),
     [
-        (HOPPER, {}, (768, 1024, 1536, 2048, 3072)),
-        (HOPPER, {"mixed_step_tokens": (1024, 2000)}, (1024, 1536)),
-        (HOPPER, {"token_buckets": (512, 2048), "max_num_batched_tokens": 2048}, (2048,)),
-        (HOPPER, {"max_num_seqs": 1024}, (1536, 2048, 3072)),
-        (CPU, {}, (512,)),
+        (HOPPER, {}, (128, 256, 512, 768, 1024, 2048, 4096, 8192), (384, 1792)),
+        (HOPPER, {"max_num_batched_tokens": 512}, (128, 256, 512), (384, 1792)),
+        (CPU, {}, (), (384, 1792)),
+        (CPU, {"prefill_chunk_tokens": (64, 128)}, (32, 128, 512), (64, 128)),
     ],
 )
-def test_sizes_of_steps_while_sequences_decode(device, options, expected):
-    assert make_plan(EngineConfig(model="8B", **options), LLAMA_8B(1), *device).mixed_sizes == expected
+def test_sizes_of_steps_with_prompts(device, options, sizes, chunk):
+    plan = make_plan(EngineConfig(model="8B", **options), LLAMA_8B(1), *device)
+    assert (plan.step_sizes, plan.chunk_tokens) == (sizes, chunk)
 
 
-@pytest.mark.parametrize("sizes", [(256, 512), (1024, 512)])
-def test_sizes_of_steps_that_leave_prompts_no_room_are_refused(sizes):
-    with pytest.raises(ValueError, match=r"--mixed-step-tokens .* above --max-num-seqs \(256\)"):
-        make_plan(EngineConfig(model="8B", mixed_step_tokens=sizes), LLAMA_8B(1), *HOPPER)
+@pytest.mark.parametrize("chunk", [(512, 256), (0, 5), (64,)])
+def test_chunks_that_cannot_be_are_refused(chunk):
+    with pytest.raises(ValueError, match="--prefill-chunk-tokens must be two sizes"):
+        EngineConfig(model="8B", prefill_chunk_tokens=chunk)
+
+
+def test_small_steps_spare_the_start_mosaic_gpu():
+    plan = make_plan(EngineConfig(model="8B"), LLAMA_8B(1), *HOPPER)
+    backends = {bucket.tokens: plan.prefill_backend_of(bucket) for bucket in plan.ladder.all() if bucket.prefill_rows}
+    assert backends[128] == backends[256] == "triton" and backends[512] == backends[8192] == "mosaic_gpu"

@@ -44,10 +44,11 @@ def make_scheduler(
     budget: int = 16,
     prefill_rows: int = 4,
     policy: SchedulingPolicy = "fcfs",
-    mixed_sizes: tuple[int, ...] = (),
+    step_sizes: tuple[int, ...] = (),
+    chunk_tokens: tuple[int, int] = (1, 1 << 30),
     **kv: Any,
 ) -> Scheduler:
-    limits = SchedulerLimits(max_num_seqs, budget, prefill_rows, mixed_sizes)
+    limits = SchedulerLimits(max_num_seqs, budget, prefill_rows, step_sizes, chunk_tokens)
     return Scheduler(limits, KVManager(num_blocks, block_size, **kv), policy)
 
 

@@ -36,25 +36,29 @@ def test_requests_join_while_others_decode_and_decoding_comes_first():
     assert step.admitted == ("b",)
 
 
+SIZES = {"step_sizes": (8, 16, 32, 64), "chunk_tokens": (6, 28)}
+
+
 def test_steps_are_short_while_sequences_decode_and_longer_the_more_prompt_tokens_wait():
-    scheduler = make_scheduler(num_blocks=400, max_num_seqs=3, budget=64, mixed_sizes=(8, 16, 32))
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=3, budget=64, **SIZES)
     scheduler.add(make_request(4, 50))
     run_step(scheduler)
     scheduler.add(make_request(40))
     step = run_step(scheduler)
     assert (len(step.decode), step.num_tokens) == (1, 8), "few tokens wait"
-    scheduler.add(make_request(500))
-    steps = [run_step(scheduler) for _ in range(30)]
+    scheduler.add(make_request(1000))
+    steps = [run_step(scheduler) for _ in range(40)]
     sizes = [step.num_tokens for step in steps if step.prefill]
     assert sizes[0] == 32 and sizes[-1] <= 8, "many wait, then fewer"
     assert all(len(step.decode) >= 1 for step in steps), "nobody waits for a step"
     assert sorted(sizes, reverse=True) == sizes
 
 
-def test_without_sequences_that_decode_a_step_takes_all_it_can():
-    scheduler = make_scheduler(num_blocks=400, budget=64, mixed_sizes=(8, 16))
-    scheduler.add(make_request(100))
-    assert run_step(scheduler).num_tokens == 64
+@pytest.mark.parametrize(("prompt", "sizes"), [(100, [64, 32, 4]), (40, [32, 8]), (60, [60]), (11, [8, 3]), (5, [5])])
+def test_where_nobody_decodes_steps_are_as_large_as_pads_little(prompt, sizes):
+    scheduler = make_scheduler(num_blocks=400, budget=64, **SIZES)
+    scheduler.add(make_request(prompt))
+    assert [run_step(scheduler).num_tokens for _ in sizes] == sizes
 
 
 def test_slots_bound_the_requests_that_run_and_the_first_come_is_first_served():
