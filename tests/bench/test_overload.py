@@ -17,7 +17,7 @@ from tests.server.running import serving
 def test_a_server_under_ten_times_its_load_goes_on_at_its_pace(
     checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The machine may be busy with other tests, so times have more room than the script itself gives them."""
+    """The machine may be busy with other tests, so nothing is asked of times but their order."""
     flags = ["--input-len", "16", "--output-len", "100", "--vocab-size", "400", "--json", str(tmp_path / "out.json")]
     flags += ["--concurrency", "4", "--rounds", "3", "--search-seconds", "3", "--seconds", "5"]
     with serving(checkpoint("tiny-llama-3.1"), max_num_queued_reqs=8) as server:
@@ -25,7 +25,7 @@ def test_a_server_under_ten_times_its_load_goes_on_at_its_pace(
     found = json.loads((tmp_path / "out.json").read_text())
     base, over = found["sustainable"], found["overload"]
     assert over["refused"] > 0 and not over["failed"] and not over["unexplained"]
-    assert over["goodput_s"] > 0.5 * base["goodput_s"] and over["refusal"]["p50"] < 0.05
+    assert over["goodput_s"] > 0.5 * base["goodput_s"] and over["refusal"]["p50"] < over["ttft"]["p50"]
     assert len(found["rss"]) == 3 and all(map(overload.is_flat, found["rss"].values()))
     out = capsys.readouterr().out
     assert "python " in out and "| parent | " in out and "memory of parent flat" in out
