@@ -78,22 +78,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
-    parser.add_argument("--model", help="[the first of /v1/models]")
-    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="[$OPENAI_API_KEY]")
+    add_server_and_workload(parser)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--concurrency", type=numbers, default=[1.0], help="requests at once, in turn e.g. 1,32,256 [1]")
     how.add_argument("--rate", type=numbers, help="instead: requests a second, Poisson arrivals")
     parser.add_argument("--requests", type=numbers, default=[512.0], help="how many; a list goes with the loads [512]")
-    parser.add_argument("--input-len", type=int, help="tokens of every prompt [log-normal, 16 to 1024]")
-    parser.add_argument("--output-len", type=int, help="tokens of every answer [log-normal, 8 to 512]")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--vocab-size", type=int, default=128_000, help="prompts have token ids from 10 up to this")
     parser.add_argument("--warmup", type=int, default=1, help="requests that do not count, before the first load [1]")
     parser.add_argument("--clients", type=int, default=1, help="processes that make the load [1]")
     parser.add_argument("--slo", type=bounds, help="for goodput: seconds, e.g. ttft=2,tpot=0.05")
-    parser.add_argument("--wait", type=float, default=0.0, help="seconds to wait for the server to be ready [0]")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args(argv)
     loads = arguments.rate or arguments.concurrency
     requests = arguments.requests * len(loads) if len(arguments.requests) == 1 else arguments.requests
@@ -103,6 +95,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error("loads, --requests and --clients must be positive")
     arguments.loads = list(zip(loads, map(int, requests), strict=True))
     return arguments
+
+
+def add_server_and_workload(parser: argparse.ArgumentParser) -> None:
+    """The flags that say whom to ask for what."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server, with or without /v1")
+    parser.add_argument("--model", help="[the first of /v1/models]")
+    parser.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="[$OPENAI_API_KEY]")
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds to wait for the server to be ready [0]")
+    parser.add_argument("--input-len", type=int, help="tokens of every prompt [log-normal, 16 to 1024]")
+    parser.add_argument("--output-len", type=int, help="tokens of every answer [log-normal, 8 to 512]")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--vocab-size", type=int, default=128_000, help="prompts have token ids from 10 up to this")
+    parser.add_argument("--json", type=Path, help="also write the figures here")
 
 
 def numbers(text: str) -> list[float]:
@@ -117,9 +122,11 @@ def bounds(text: str) -> dict[str, float]:
     return {name: float(value) for name, value in pairs.items()}
 
 
-def plan(arguments: argparse.Namespace, requests: int, rate: float | None = None) -> list[Plan]:
+def plan(
+    arguments: argparse.Namespace, requests: int, rate: float | None = None, seed: int | None = None
+) -> list[Plan]:
     """Lengths first, so that they are those of other servers' published figures; then token ids and arrivals."""
-    rng = np.random.default_rng(arguments.seed)
+    rng = np.random.default_rng(arguments.seed if seed is None else seed)
     inputs = np.clip(np.exp(rng.normal(5.2, 0.9, requests)), 16, 1024).astype(int)
     outputs = np.clip(np.exp(rng.normal(5.1, 0.8, requests)), 8, 512).astype(int)
     if arguments.input_len:

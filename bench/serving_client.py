@@ -49,6 +49,12 @@ class Record(msgspec.Struct, array_like=True):
     output_tokens: int = 0
     """As the server counted them; else the number of events."""
     error: str | None = None
+    status: int = 0
+    """Of HTTP; 0 where no answer came."""
+    ended: float = 0.0
+    """When the answer was complete."""
+    retry_after: str | None = None
+    """As the server said it."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -113,6 +119,10 @@ class Connection(asyncio.Protocol):
 
     # ------------------------------------------------------------- of httptools
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if name.lower() == b"retry-after":
+            self._record.retry_after = value.decode("latin-1")
+
     def on_body(self, body: bytes) -> None:
         if self._parser.get_status_code() != 200:
             self._rest += body
@@ -124,7 +134,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self.usable = self._parser.should_keep_alive()
-        status = self._parser.get_status_code()
+        self._record.status = status = self._parser.get_status_code()
         self._end(None if status == 200 else f"HTTP {status}: {self._rest[:200].decode('utf-8', 'replace')}")
         self._parser = httptools.HttpResponseParser(self)  # does not take a second answer by itself
 
@@ -142,6 +152,7 @@ class Connection(asyncio.Protocol):
     def _end(self, error: str | None) -> None:
         if self._done is not None and not self._done.done():
             self._record.error = self._record.error or error
+            self._record.ended = time.monotonic()
             self._done.set_result(None)
 
 

@@ -111,6 +111,7 @@ class Metrics:
             Counter, "vllm:prefix_cache_queries", "Prompt tokens of admitted requests that looked for cached blocks."
         )
         self._cache_hits = self._make(Counter, "vllm:prefix_cache_hits", "Of those, how many they found.")
+        self._evicted = self._make(Counter, "jaxserve:evicted_blocks", "Cached KV blocks that gave way to others.")
         self._generated = self._make(Counter, "vllm:generation_tokens", "Tokens generated.")
         self._idle = self._make(Counter, "jaxserve:engine_idle_seconds", "Seconds without any request.")
         self._ttft = self._seconds("vllm:time_to_first_token_seconds", "From arrival to the first token.")
@@ -199,6 +200,7 @@ class Metrics:
                 self._swapped.labels(self._model, direction).inc(blocks)
         self._cache_queries.inc(event.queried_tokens)
         self._cache_hits.inc(event.cached_tokens)
+        self._evicted.inc(event.num_evicted)
 
     def first_token(self, request: Request) -> None:
         self._prompt_tokens.inc(request.prompt_len)

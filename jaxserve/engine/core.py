@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -15,6 +14,7 @@ import jaxserve
 from jaxserve.config import EngineConfig
 from jaxserve.engine import admission
 from jaxserve.engine.constraints import Constraints
+from jaxserve.engine.deadlines import Deadlines
 from jaxserve.engine.events import StepEvent, step_event
 from jaxserve.engine.messages import DEADLINE, ModelInfo, TokenOutput
 from jaxserve.engine.replies import ending, new_tokens
@@ -131,8 +131,7 @@ class EngineCore:
         self._swapped: dict[str, SwapHandle] = {}
         """What waiting requests have in host memory."""
         self.throughput = Throughput()
-        self._deadlines: list[tuple[float, str]] = []
-        """A heap; requests that have ended meanwhile are still in it."""
+        self._deadlines = Deadlines()
         self._groups: dict[str, set[str]] = {}
         """Unfinished requests by the call that they belong to."""
         self.stalled = False
@@ -167,10 +166,8 @@ class EngineCore:
 
     @staticmethod
     def _make_swap_space(runner: Runner) -> SwapSpace | None:
-        swapper = runner.swapper
-        if swapper is None:
-            return None
-        return SwapSpace(swapper.num_blocks, SWAP_BLOCKS, swapper.seconds_per_program)
+        host = runner.swapper
+        return None if host is None else SwapSpace(host.num_blocks, SWAP_BLOCKS, host.seconds_per_program)
 
     def has_work(self) -> bool:
         """Whether ``step()`` has anything to do."""
@@ -189,7 +186,7 @@ class EngineCore:
         self._constraints.add(request)
         self._arrivals += 1
         if item.deadline is not None:
-            heappush(self._deadlines, (item.deadline, request.request_id))
+            self._deadlines.add(request.request_id, item.deadline)
         self._groups.setdefault(request.group, set()).add(request.request_id)
         self._publish()
 
@@ -227,8 +224,7 @@ class EngineCore:
 
     def step(self) -> list[ClientOutput]:
         """Submit steps up to the asynchronous depth, collect the oldest, and return what it gave."""
-        ended = self._expire() if self._deadlines else []
-        ended += self._release()
+        ended = self._expire() + self._release()
         while len(self._pending) < self._depth:
             start = time.monotonic()
             schedule = self.scheduler.schedule()
@@ -284,13 +280,11 @@ class EngineCore:
     def _expire(self) -> list[ClientOutput]:
         """End the answers whose time is up with what they have."""
         outputs = []
-        now = time.monotonic()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, request_id = heappop(self._deadlines)
+        for request_id in self._deadlines.passed(time.monotonic()):
             request = self.scheduler.get(request_id)
-            if request is not None and request.status is not Status.FINISHED:
-                self._finish(request, FinishReason.LENGTH, request.num_output_tokens)
-                outputs.append(ClientOutput(request.client, ending(request, stop_reason=DEADLINE)))
+            assert request is not None
+            self._finish(request, FinishReason.LENGTH, request.num_output_tokens)
+            outputs.append(ClientOutput(request.client, ending(request, stop_reason=DEADLINE)))
         return outputs
 
     def check_integrity(self) -> None:
@@ -365,6 +359,7 @@ class EngineCore:
         self.throughput.finished(output_tokens)
         self._swapped.pop(request.request_id, None)
         self._constraints.forget(request.request_id)
+        self._deadlines.forget(request.request_id)
         group = self._groups[request.group]
         group.remove(request.request_id)
         if not group:

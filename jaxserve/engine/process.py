@@ -207,6 +207,11 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     logger.info("ready: %s", describe(core))
+    return run(core, socket)
+
+
+def run(core: EngineCore, socket: zmq.Socket[bytes]) -> int:
+    """Serves until the engine crashes, and says what it did before; returns the exit code."""
     try:
         EngineServer(core, socket).run()
     except Exception:

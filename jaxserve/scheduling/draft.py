@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from jaxserve.request import Request
-from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, PromptWork, Swap
+from jaxserve.scheduling.schedule import MAX_CACHED_BLOCKS, PromptWork, RowOptions, RowSampling, Swap
 
 
 @dataclass(frozen=True)
@@ -96,3 +96,11 @@ def take_prompt_work(request: Request, start: int, end: int) -> PromptWork | Non
     request.num_examined_tokens = end
     targets = request.token_ids[first + 1 : end + 1] if request.pooling is None else None
     return PromptWork(first - start, end - first, targets)
+
+
+def row_sampling(request: Request) -> RowSampling:
+    """What a slot must know of the request that takes it."""
+    options = None
+    if request.has_options:
+        options = RowOptions(list(request.token_ids), request.prompt_len, request.stop_ids)
+    return RowSampling(request.sampling, request.seed, request.choice_index, options)

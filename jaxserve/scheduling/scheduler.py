@@ -16,14 +16,12 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxserve.request import FinishReason, Request, Status
-from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, take_prompt_work, wanted_tokens
+from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, row_sampling, take_prompt_work, wanted_tokens
 from jaxserve.scheduling.integrity import check_integrity
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import (
     DEVICE_TOKEN,
     MAX_CACHED_BLOCKS,
-    RowOptions,
-    RowSampling,
     ScheduledRequest,
     SchedulerOutput,
     Swap,
@@ -320,7 +318,7 @@ class Scheduler:
             samples=samples,
             new_blocks=request.block_ids[request.num_device_blocks : blocks],
             wants_logprobs=request.sampling.logprobs is not None,
-            sampling=None if request.num_device_blocks else _row_sampling(request),
+            sampling=None if request.num_device_blocks else row_sampling(request),
             prompt_work=take_prompt_work(request, start, end) if start < request.examined_until else None,
         )
         request.num_computed_tokens = end
@@ -390,13 +388,6 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises ``AssertionError`` if a block, slot or request was lost or doubled."""
         check_integrity(self, list(self._requests.values()), self._free_slots)
-
-
-def _row_sampling(request: Request) -> RowSampling:
-    options = None
-    if request.has_options:
-        options = RowOptions(list(request.token_ids), request.prompt_len, request.stop_ids)
-    return RowSampling(request.sampling, request.seed, request.choice_index, options)
 
 
 def _end(request: Request, token: int) -> FinishReason | None:

@@ -17,6 +17,7 @@ from jaxserve.server.access import AccessLog
 from jaxserve.server.auth import ApiKeys
 from jaxserve.server.context import ServerContext
 from jaxserve.server.cors import Cors
+from jaxserve.server.door import Door
 from jaxserve.server.embeddings import embeddings, score
 from jaxserve.server.errors import answer_error
 from jaxserve.server.request_ids import RequestIds
@@ -75,6 +76,7 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
 
 def with_middleware(app: Litestar, config: ServerConfig) -> ASGIApp:
     """The application with all that stands in front of its routing."""
-    guarded: ASGIApp = ApiKeys(app, config.api_key) if config.api_key else app
+    door = Door(app, app.state.context)
+    guarded: ASGIApp = ApiKeys(door, config.api_key) if config.api_key else door
     shared = Cors(guarded, config) if config.allowed_origins else guarded
     return AccessLog(RequestIds(shared, always=config.enable_request_id_headers))

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from litestar.types import ASGIApp, Receive, Scope, Send
 
-from jaxserve.server.access import note_fault
-from jaxserve.server.errors import ApiError
+from jaxserve.server.errors import ApiError, send_error
 
 OPEN_PATHS = frozenset(("/health", "/ready", "/ping", "/version", "/load", "/metrics", "/docs", "/openapi.json"))
 
@@ -27,15 +26,7 @@ class ApiKeys:
             await self._app(scope, receive, send)
             return
         fault = ApiError(401, "A valid API key is needed: Authorization: Bearer KEY.", code="invalid_api_key")
-        note_fault(scope, fault.reason)
-        body = fault.body()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            (b"www-authenticate", b"Bearer"),
-        ]
-        await send({"type": "http.response.start", "status": 401, "headers": headers})
-        await send({"type": "http.response.body", "body": body, "more_body": False})
+        await send_error(fault, scope, send, www_authenticate="Bearer")
 
     def _known(self, scope: Scope) -> bool:
         sent = [value for name, value in scope["headers"] if name == b"authorization"]

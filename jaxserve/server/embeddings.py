@@ -29,7 +29,6 @@ NOTHING_GENERATED = SamplingParams(max_tokens=0)
 @post("/v1/embeddings", status_code=200, guards=[serving])
 async def embeddings(request: Request[Any, Any, Any]) -> Response[bytes]:
     context = context_of(request)
-    context.check_queue()
     body = await read_body(request, schemas.EmbeddingRequest, context)
     size = context.client.info.hidden_size
     if body.dimensions not in (None, size):
@@ -46,7 +45,6 @@ async def embeddings(request: Request[Any, Any, Any]) -> Response[bytes]:
 @post("/v1/score", status_code=200, guards=[serving])
 async def score(request: Request[Any, Any, Any]) -> Response[bytes]:
     context = context_of(request)
-    context.check_queue()
     body = await read_body(request, schemas.ScoreRequest, context)
     texts_1, texts_2 = ([text] if isinstance(text, str) else text for text in (body.text_1, body.text_2))
     if len(texts_1) not in (1, len(texts_2)):

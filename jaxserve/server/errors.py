@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from litestar import Request, Response
 from litestar.exceptions import HTTPException
+from litestar.types import Scope, Send
 
 from jaxserve.engine.admission import Overloaded
 from jaxserve.engine.client import EngineDeadError, EngineUnavailableError
@@ -61,6 +62,10 @@ class ApiError(Exception):
         """For logs: the code and the field, but nothing of what the client sent."""
         return " ".join(filter(None, (self.code or "invalid_request", self.param)))
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Retry-After": str(self.retry_after)} if self.status in (429, 503) else {}
+
     def body(self) -> bytes:
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
@@ -108,7 +113,17 @@ def answer_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     """Litestar's exception handler for everything."""
     fault = as_api_error(error)
     note_fault(request.scope, fault.reason)
-    headers = {"Retry-After": str(fault.retry_after)} if fault.status in (429, 503) else {}
+    headers = fault.headers
     if isinstance(error, HTTPException) and error.headers:
         headers.update({name: value for name, value in error.headers.items() if name.lower() == "allow"})
     return Response(fault.body(), status_code=fault.status, media_type="application/json", headers=headers)
+
+
+async def send_error(fault: ApiError, scope: Scope, send: Send, **headers: str) -> None:
+    """Answers with an error in front of the routing; ``headers`` are additional ones, with _ for -."""
+    note_fault(scope, fault.reason)
+    body = fault.body()
+    lines = {"content-type": "application/json", "content-length": str(len(body)), **fault.headers, **headers}
+    start = [(name.lower().replace("_", "-").encode(), value.encode()) for name, value in lines.items()]
+    await send({"type": "http.response.start", "status": fault.status, "headers": start})
+    await send({"type": "http.response.body", "body": body, "more_body": False})

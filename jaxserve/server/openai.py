@@ -53,7 +53,6 @@ def serving(connection: ASGIConnection[Any, Any, Any, Any], _: BaseRouteHandler)
 @post("/v1/completions", status_code=200, guards=[serving])
 async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
-    context.check_queue()  # before any work is done for it
     body = await read_body(request, CompletionRequest, context)
     sampling = validate.completion_sampling(body, context.config, context.defaults)
     await check_structured(context, sampling)
@@ -65,7 +64,6 @@ async def completions(request: Request[Any, Any, Any]) -> Response[Any]:
 @post("/v1/chat/completions", status_code=200, guards=[serving])
 async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
-    context.check_queue()
     body = await read_body(request, ChatRequest, context)
     tools = tool_use(body, context.config)
     sampling = validate.chat_sampling(body, context.config, context.defaults, tools.structured)

@@ -11,6 +11,7 @@ from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.llm import LLM
 from jaxserve.request import Request, SamplingParams, Status
+from tests.exposition import samples
 
 Work = tuple[list[int], SamplingParams]
 MODELS = ("tiny-llama-3.1", "tiny-mistral-swa")
@@ -78,6 +79,8 @@ def test_everything_at_once_gives_the_tokens_of_lone_cold_runs(lone, llm, depth,
     counts = preempted - swapped, swapped, hits, engine.scheduler.kv.pool.num_evicted - evicted
     print("computed again, swapped, hits, evicted", counts)
     assert min(counts) >= 10, counts
+    told = samples(engine.metrics.exposition().decode())
+    assert told["jaxserve:evicted_blocks_total"] == engine.scheduler.kv.pool.num_evicted
 
 
 def press(engine: EngineCore, monkeypatch: pytest.MonkeyPatch, rng: random.Random) -> None:

@@ -50,12 +50,16 @@ def repeated(logits: np.ndarray, tokens: list[int], penalty: float) -> np.ndarra
 
 
 def test_nu08_presence_and_frequency_count_generated_tokens_alone(model):
-    """A prompt of nothing but the token that the model likes best: the first token of the answer is unpenalised."""
-    [favourite] = answer(model, max_tokens=1)
-    prompt = [favourite] * 6
-    [first] = answer(model, prompt, max_tokens=1)
+    """The prompt's only token against the one that is hardly less likely: no penalty makes the first token that one."""
+    [repeated_token] = answer(model, max_tokens=1)
+    prompt = [repeated_token] * 6
+    logits = logits_after(model, prompt)
+    below = np.where(logits < logits[repeated_token], logits, -np.inf)
+    assert logits[repeated_token] - below.max() < 0.5
+    two = {"allowed_token_ids": (repeated_token, int(below.argmax())), "max_tokens": 1}
     for options in ({"frequency_penalty": 2.0}, {"presence_penalty": 2.0}):
-        assert answer(model, prompt, max_tokens=1, **options) == [first]
+        assert answer(model, prompt, **two, **options) == [repeated_token]
+    assert answer(model, prompt, **two, repetition_penalty=4.0) != [repeated_token]
 
     def frequency(logits: np.ndarray, tokens: list[int]) -> np.ndarray:
         for token, count in Counter(tokens[len(prompt) :]).items():

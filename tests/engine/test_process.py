@@ -17,7 +17,7 @@ from jaxserve.engine.client import EngineClient
 from jaxserve.engine.core import ClientOutput, EngineCore
 from jaxserve.engine.llm import LLM
 from jaxserve.engine.messages import Add
-from jaxserve.engine.process import EngineServer, make_socket
+from jaxserve.engine.process import EXIT_CRASHED, EngineServer, make_socket, run
 from jaxserve.request import EngineRequest, SamplingParams
 
 
@@ -83,6 +83,25 @@ async def until_idle(core: EngineCore) -> None:
         while len(core.scheduler):
             await asyncio.sleep(0.01)
     core.check_integrity()
+
+
+def test_a_crash_says_what_the_last_steps_did(
+    core: EngineCore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    core.add_request(request(3, 5, "computed before the crash"))
+    while core.has_work():
+        core.step()
+
+    def fail() -> list[ClientOutput]:
+        raise RuntimeError("the card fell off the bus")
+
+    monkeypatch.setattr(core, "has_work", lambda: True)
+    monkeypatch.setattr(core, "step", fail)
+    with zmq.Context() as context, make_socket(context, f"ipc://{tmp_path}/engine") as socket:
+        assert run(core, socket) == EXIT_CRASHED
+    [record] = caplog.records
+    assert "computed before the crash" in record.message and "free_blocks" in record.message
+    assert "the card fell off the bus" in caplog.text
 
 
 async def test_two_clients_may_use_the_same_id(core: EngineCore, tmp_path: Path) -> None:

@@ -51,10 +51,28 @@ def test_a_full_queue_is_answered_429_before_any_event(limited: Served, route: s
     assert limited.http.post(route, json=ROUTES[route]).status_code == 200
 
 
-def test_a_refused_body_is_not_even_parsed(limited: Served) -> None:
+@pytest.mark.parametrize("route", ["completions", "chat/completions", "responses", "embeddings", "score", "score/"])
+def test_a_refused_body_is_not_even_parsed(limited: Served, route: str) -> None:
     tell(limited, waiting=4)
-    headers = {"Content-Type": "application/json"}
-    assert limited.http.post("/v1/completions", content=b"no JSON", headers=headers).status_code == 429
+    headers = {"Content-Type": "application/json", "X-Request-Id": "mine"}
+    refused = limited.http.post(f"/v1/{route}", content=b"no JSON", headers=headers)
+    assert refused.status_code == 429 and refused.headers["x-request-id"] == "mine"
+    tell(limited, waiting=0)
+    assert limited.http.post(f"/v1/{route}", content=b"no JSON", headers=headers).status_code == 400
+
+
+def test_what_needs_no_place_in_the_queue_is_not_refused(limited: Served) -> None:
+    tell(limited, waiting=4)
+    assert limited.http.get("/v1/models").status_code == limited.http.get("/metrics").status_code == 200
+    assert limited.http.post("/tokenize", json={"prompt": "x"}).status_code == 200
+    assert limited.http.get("/v1/completions").status_code == 405
+
+
+def test_who_has_no_key_is_not_told_that_the_server_is_full(llama_3: Tokenizer) -> None:
+    with serve(llama_3, 518, root_path="/llm", api_key=("k",), max_num_queued_reqs=0) as served:
+        assert served.http.post("/v1/completions", json={}).status_code == 401
+        refused = served.http.post("/v1/completions", json={}, headers={"Authorization": "Bearer k"})
+        assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
 
 
 def test_waiting_tokens_are_limited_too(limited: Served) -> None:
