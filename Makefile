@@ -3,6 +3,9 @@
 MODEL = demo
 PORT = 8000
 ARGS =
+# Two workers and not as many as there are cores: each compiles most programs anew and takes 3 GiB. A file stays with one
+# worker, as its tests share engines and servers.
+PARALLEL = -n 2 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -34,10 +37,10 @@ serve: $(VENV)/.installed-$(EXTRA) ## install and serve the demo model; or MODEL
 	$(BIN)/jaxserve --model '$(MODEL)' --port $(PORT) $(ARGS)
 
 test: $(VENV)/.installed-test ## run the tests that need neither minutes nor a GPU
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(ARGS)
 
 test-all: $(VENV)/.installed-test ## run all tests but those for a GPU
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.installed-test ## check style, format and types
 	$(BIN)/ruff check .
