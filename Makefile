@@ -3,9 +3,13 @@
 MODEL = demo
 PORT = 8000
 ARGS =
+# Two workers and not as many as there are cores: each compiles most programs anew and takes 3 GiB. A file stays with one
+# worker, as its tests share engines and servers.
+PARALLEL = -n 2 --dist loadfile
 
 VENV := .venv
 BIN := $(VENV)/bin
+CLIENTS := $(VENV)/clients
 
 # The package's extra for this machine, "cpu" for none. The NVIDIA driver decides: CUDA 13 needs 580 or newer,
 # CUDA 12 needs 525. Only where it matters, since nvidia-smi may take a second.
@@ -34,10 +38,10 @@ serve: $(VENV)/.installed-$(EXTRA) ## install and serve the demo model; or MODEL
 	$(BIN)/jaxserve --model '$(MODEL)' --port $(PORT) $(ARGS)
 
 test: $(VENV)/.installed-test ## run the tests that need neither minutes nor a GPU
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(VENV)/.installed-test ## run all tests but those for a GPU
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+test-all: $(VENV)/.installed-test $(CLIENTS)/.installed ## run all tests but those for a GPU
+	JAXSERVE_CLIENTS='$(CURDIR)/$(CLIENTS)' $(BIN)/python -m pytest $(PARALLEL) -m "not gpu" $(ARGS)
 
 lint: $(VENV)/.installed-test ## check style, format and types
 	$(BIN)/ruff check .
@@ -54,6 +58,13 @@ clean: ## remove .venv and the caches in this tree
 $(BIN)/python:
 	@python=$$(PYTHON='$(PYTHON)' sh .ci/find-python) || exit 1; \
 	echo "making $(VENV) with $$python"; "$$python" -m venv --clear $(VENV)
+
+# Clients that the tests run have an environment of their own, since they hold back each other's dependencies.
+$(CLIENTS)/.installed: tests/clients/requirements.txt $(BIN)/python
+	$(BIN)/python -m venv --clear $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip --disable-pip-version-check install -r tests/clients/requirements.txt
+	if command -v npm >/dev/null; then npm install --prefix $(CLIENTS) --no-audit --no-fund openai; fi
+	@touch $@
 
 # A stamp an extra: what the name says is installed, from the pyproject.toml and constraints.txt of its time.
 # An interrupted .venv, or one of uv's, may have no pip.

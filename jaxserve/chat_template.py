@@ -83,6 +83,8 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def _plain_message(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     plain = {key: value for key, value in message.items() if value is not None}
+    if "content" not in plain and plain.get("role") != "assistant":
+        raise RequestError(f"{where}.content is missing; only the assistant's may be.", param="messages")
     plain["content"] = _text(message.get("content"), where)
     if thoughts := _thoughts(message, where):
         plain["reasoning"] = plain["reasoning_content"] = thoughts  # templates know one or the other

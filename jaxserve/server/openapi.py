@@ -10,11 +10,22 @@ from typing import Any
 import msgspec
 
 from jaxserve import __version__
+from jaxserve.engine.admission import MAX_PRIORITY
 from jaxserve.engine.messages import ModelInfo
-from jaxserve.request import INT64, MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from jaxserve.request import (
+    INT64,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_LENGTH,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RANGES,
+)
 from jaxserve.server import schemas
+from jaxserve.server.context import MAX_DEADLINE_MS
 from jaxserve.server.responses import schemas as responses
 from jaxserve.server.responses.conversion import INCLUDABLE, NEUTRAL
+from jaxserve.server.structured import KINDS
 from jaxserve.server.tools import NAME
 
 
@@ -98,6 +109,10 @@ _BY_HAND: dict[str, Any] = {
             "tool_call_id": {"type": ["string", "null"]},
         },
         "required": ["role"],
+        "anyOf": [
+            {"properties": {"role": {"const": "assistant"}}},
+            {"properties": {"content": {"type": ["string", "array"]}}, "required": ["content"]},
+        ],
     },
     "InputItem": {
         "anyOf": [
@@ -130,21 +145,34 @@ _BY_HAND: dict[str, Any] = {
 }
 """Types that requests hold as plain objects, since templates are given all of what a client sends."""
 _STOPS = {"maxLength": MAX_STOP_LENGTH, "minLength": 1}
+_NOT_EMPTY = {"minLength": 1}
 _LIMITS: dict[str, dict[str, Any]] = {
+    **{name: {"minimum": low, "maximum": high} for name, (low, high) in RANGES.items()},
     "messages": {"items": _ref("Message"), "minItems": 1},
     "tools": {"items": _ref("Tool")},
-    "temperature": {"minimum": 0, "maximum": 1e4},
-    "top_p": {"minimum": 0, "maximum": 1},
-    "min_p": {"minimum": 0, "maximum": 1},
     "top_k": {"minimum": -1, "exclusiveMaximum": 2**31},
     "n": {"minimum": 1, "maximum": 128},
     "best_of": {"minimum": 1, "maximum": 128},
     "seed": {"minimum": INT64.start, "exclusiveMaximum": INT64.stop},
     "max_tokens": {"minimum": 0},
+    "min_tokens": {"minimum": 0},
     "max_completion_tokens": {"minimum": 1},
     "stop": {**_STOPS, "maxItems": MAX_STOP_STRINGS, "items": {"type": "string", **_STOPS}},
     "stop_token_ids": {"maxItems": MAX_STOP_TOKEN_IDS},
-    "truncate_prompt_tokens": {"minimum": -1},
+    "truncate_prompt_tokens": {"minimum": -1, "not": {"const": 0}},
+    "priority": {"minimum": -MAX_PRIORITY, "maximum": MAX_PRIORITY},
+    "deadline_ms": {"minimum": 1, "maximum": MAX_DEADLINE_MS},
+    "logit_bias": {
+        "maxProperties": MAX_LOGIT_BIASES,
+        "propertyNames": {"pattern": "^[0-9]{1,9}$"},
+        "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+    },
+    "allowed_token_ids": {"minItems": 1},
+    "bad_words": {"maxItems": MAX_BAD_WORDS, "items": {"type": "string", **_STOPS}},
+    "structured_outputs": {"maxProperties": 1, "propertyNames": {"enum": [*KINDS]}},
+    "guided_regex": _NOT_EMPTY,
+    "guided_choice": {"minItems": 1, "items": {"type": "string", **_NOT_EMPTY}},
+    "guided_grammar": _NOT_EMPTY,
 }
 """What the types do not say: keywords that hold for a property of this name in every request."""
 
@@ -168,10 +196,26 @@ def _replaced(info: ModelInfo | None) -> dict[tuple[str, str], Any]:
             "anyOf": [{"type": "null"}, {"type": "array", "items": {"enum": [INCLUDABLE]}}]
         },
         ("FunctionDefinition", "name"): _NAME,
+        ("ChatRequest", "tool_choice"): _tool_choice(_object(type={"const": "function"}, function=_object(name=_NAME))),
+        ("ResponsesRequest", "tool_choice"): _tool_choice(_object(type={"const": "function"}, name=_NAME)),
     }
+    for kind in ("ChatRequest", "CompletionRequest"):
+        replaced[kind, "response_format"] = {"anyOf": [{"type": "null"}, _RESPONSE_FORMAT]}
     for name, neutral in NEUTRAL.items():
         replaced["ResponsesRequest", name] = {"enum": [None, *neutral]}
     return replaced
+
+
+_RESPONSE_FORMAT = {
+    "anyOf": [
+        _object(type={"enum": ["text", "json_object"]}),
+        _object(type={"const": "json_schema"}, json_schema=_object(schema={"type": ["object", "boolean"]})),
+    ]
+}
+
+
+def _tool_choice(named: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [{"enum": [None, "none", "auto", "required"]}, named]}
 
 
 def _ids(info: ModelInfo) -> dict[str, Any]:
@@ -186,6 +230,7 @@ def _limits_of(info: ModelInfo, names: tuple[str, ...]) -> dict[str, dict[str, A
     return {
         "model": {"enum": [None, *names]} if names else {},
         "stop_token_ids": {"items": ids},
+        "allowed_token_ids": {"items": ids},
         "tokens": {"items": ids},
         "logprobs": logprobs,
         "top_logprobs": logprobs,
@@ -213,6 +258,7 @@ def document(info: ModelInfo | None = None, names: tuple[str, ...] = ()) -> dict
     for kind in {operation.request for operation in OPERATIONS if operation.request}:
         for name, schema in components[kind.__name__]["properties"].items():
             schema.update(_keywords(limits.get(name, {}), schema))
+    components["ChatRequest"]["properties"]["max_tokens"]["minimum"] = 1  # nothing but an echo needs 0
     for (kind_name, name), schema in _replaced(info).items():
         components[kind_name]["properties"][name] = schema
     paths: dict[str, Any] = {}

@@ -32,6 +32,7 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
+MAX_DIGITS = 40
 IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier"))
 
 _reported: set[str] = set()
@@ -65,13 +66,19 @@ def parse_body[T](body: bytes, kind: type[T]) -> T:
 
 
 def _integral(value: Any) -> Any:
-    return int(value) if isinstance(value, float) and value.is_integer() else value
+    return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:  # more would only be echoed
+        raise ValueError(f"a whole number has more than {MAX_DIGITS} digits")
+    return int(digits)
 
 
 def _decode(body: bytes) -> dict[str, Any]:
     # The standard library's decoder, since it can see duplicate keys and NaN.
     try:
-        value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(body.decode(), object_pairs_hook=_unique, parse_constant=_no_constant, parse_int=_integer)
         if b"\\u" in body:
             msgspec.json.encode(value)  # half a surrogate pair passes for text until it is encoded
     except RecursionError:

@@ -40,7 +40,7 @@ def request_metrics(answers: Iterable[ChoiceTimes]) -> RequestMetrics | None:
     scheduled = min(times.scheduled for times in begun)
     first = min(times.first_token for times in begun)
     last = max(times.last_token for times in begun)
-    gaps = sum(times.num_tokens - 1 for times in begun)
+    gaps = sum(max(times.num_tokens - 1, 0) for times in begun)
     between = sum(times.last_token - times.first_token for times in begun)
     return RequestMetrics(
         queue_time_ms=_ms(scheduled - arrival),

@@ -11,6 +11,7 @@ from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.llm import LLM
 from jaxserve.request import Request, SamplingParams, Status
+from tests.conftest import ONE_CHUNK, SCARCE
 from tests.exposition import samples
 
 Work = tuple[list[int], SamplingParams]
@@ -50,23 +51,16 @@ def run(engine: EngineCore, work: list[Work], per_step: int) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=MODELS)
 def lone(request: pytest.FixtureRequest, llm: Callable[..., LLM]) -> tuple[str, list[Work], list[list[int]]]:
-    engine = llm(
-        request.param,
-        max_num_seqs=1,
-        row_buckets=(1,),
-        token_buckets=(128,),
-        max_num_batched_tokens=128,
-        enable_prefix_caching=False,
-    ).engine
-    work = shared_work(64, seed=3)
+    engine = llm(request.param, **ONE_CHUNK, enable_prefix_caching=False).engine
+    work = shared_work(40, seed=3)
     return request.param, work, [run(engine, [item], 1)[0] for item in work]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_everything_at_once_gives_the_tokens_of_lone_cold_runs(lone, llm, depth, monkeypatch):
-    """64 requests with shared prefixes in a pool so small that each thing happens at least ten times."""
+    """40 requests with shared prefixes in a pool so small that each thing happens at least ten times."""
     name, work, expected = lone
-    engine = llm(name, num_gpu_blocks_override=20, async_depth=depth, swap_space=SWAP_SPACE).engine
+    engine = llm(name, **SCARCE, async_depth=depth, swap_space=SWAP_SPACE).engine
     engine.reset_prefix_cache()
     engine.events.clear()
     evicted = engine.scheduler.kv.pool.num_evicted
@@ -106,15 +100,15 @@ def press(engine: EngineCore, monkeypatch: pytest.MonkeyPatch, rng: random.Rando
 
 
 def test_sc04_preempted_answers_are_whole_and_equal_to_their_solo_runs(llm):
-    """8 greedy answers of 180 tokens where three fit, with the cache on."""
+    """8 greedy answers of 140 tokens where one fits, with the cache on."""
     work = [
-        ([3 + index, 7, 9, 11], SamplingParams(temperature=0.0, max_tokens=180, ignore_eos=True)) for index in range(8)
+        ([3 + index, 7, 9, 11], SamplingParams(temperature=0.0, max_tokens=140, ignore_eos=True)) for index in range(8)
     ]
     solo = llm("tiny-llama-3.1", enable_prefix_caching=False).engine
     expected = [run(solo, [item], 1)[0] for item in work]
-    engine = llm("tiny-llama-3.1", num_gpu_blocks_override=1 + 3 * 12).engine
+    engine = llm("tiny-llama-3.1", **SCARCE).engine
     engine.events.clear()
-    assert run(engine, work, 8) == expected and all(len(answer) == 180 for answer in expected)
+    assert run(engine, work, 8) == expected and all(len(answer) == 140 for answer in expected)
     assert sum(len(event.preempted) for event in engine.events) >= 2
 
 

@@ -14,6 +14,7 @@ from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.events import to_json
 from jaxserve.request import EngineRequest, RequestError, SamplingParams
+from tests.conftest import SCARCE
 from tests.exposition import samples
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -87,15 +88,17 @@ def test_what_can_never_work_is_refused_at_the_door_and_costs_nobody_anything(ll
 
 
 def test_a_request_larger_than_the_pool_is_refused_with_the_numbers(llm):
-    engine = llm("tiny-llama-3.1", num_gpu_blocks_override=5).engine
-    with pytest.raises(RequestError, match=r"KV cache capacity is 64 tokens.*needs 70: 60 of prompt and max_tokens=10"):
-        add(engine, "big", 60, SamplingParams(max_tokens=10))
-    add(engine, "fits", 60, SamplingParams(max_tokens=4, ignore_eos=True))
+    engine = llm("tiny-llama-3.1", **SCARCE).engine
+    with pytest.raises(
+        RequestError, match=r"KV cache capacity is 176 tokens.*needs 180: 170 of prompt and max_tokens=10"
+    ):
+        add(engine, "big", 170, SamplingParams(max_tokens=10))
+    add(engine, "fits", 170, SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(drain(engine)["fits-0"]) == 4
 
 
 def test_max_model_len_auto_is_what_the_pool_can_hold(llm):
-    assert llm("tiny-llama-3.1", num_gpu_blocks_override=5, max_model_len="auto").engine.info.max_model_len == 64
+    assert llm("tiny-llama-3.1", **SCARCE, max_model_len="auto").engine.info.max_model_len == 176
 
 
 def test_non_finite_logits_end_their_request_alone(llm):
@@ -187,7 +190,7 @@ def test_tokens_after_a_stop_string_are_not_counted(llm):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_random_adds_aborts_and_steps_keep_everything_accounted(llm, depth):
-    engine = llm("tiny-llama-3.1", num_gpu_blocks_override=12, async_depth=depth).engine
+    engine = llm("tiny-llama-3.1", **SCARCE, async_depth=depth).engine
     rng = random.Random(depth)
     live: list[str] = []
     preempted = 0

@@ -15,6 +15,7 @@ from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.llm import LLM
 from jaxserve.request import SamplingParams
+from tests.conftest import ONE_CHUNK, SCARCE, SMALL_CHUNKS
 
 EVERY_OPTION = {
     "presence_penalty": 0.5,
@@ -27,8 +28,6 @@ EVERY_OPTION = {
     "min_tokens": 20,
 }
 MODELS = ("tiny-llama-3.1", "tiny-mistral-swa")
-SMALL_POOL = {"tiny-llama-3.1": 12, "tiny-mistral-swa": 8}
-"""Blocks that are too few; with a sliding window, as few as the engine takes, which are hardly ever too few."""
 
 
 @dataclass
@@ -83,10 +82,8 @@ def run(engine: EngineCore, work: list[Work], stagger: bool) -> int:
 
 @pytest.fixture(scope="module", params=MODELS)
 def lone(request: pytest.FixtureRequest, llm: Callable[..., LLM]) -> tuple[str, list[Work]]:
-    """The reference: each request alone in an engine with one slot, its prompt in one piece."""
-    engine = llm(
-        request.param, max_num_seqs=1, row_buckets=(1,), token_buckets=(128,), max_num_batched_tokens=128
-    ).engine
+    """The reference: each request alone, its prompt in one piece."""
+    engine = llm(request.param, **ONE_CHUNK).engine
     work = some_work(engine.info.vocab_size, 24, seed=1)
     for item in work:
         run(engine, [item], stagger=False)
@@ -101,19 +98,19 @@ def lone(request: pytest.FixtureRequest, llm: Callable[..., LLM]) -> tuple[str, 
         ({"async_depth": 2}, True, False),
         ({}, True, True),
         ({"async_depth": 2}, True, True),
-        ({"block_size": 8, "max_num_batched_tokens": 32, "token_buckets": (8, 32)}, True, False),
+        (SMALL_CHUNKS, True, False),
     ],
     ids=["batch", "depth 1", "depth 2", "preemption", "preemption at depth 2", "small blocks and chunks"],
 )
 def test_a_request_gets_the_tokens_of_its_lone_run(lone, llm, changes, stagger, preempts):
     name, expected = lone
     if preempts:
-        changes = {**changes, "num_gpu_blocks_override": SMALL_POOL[name]}
+        changes = {**changes, **SCARCE}
     engine = llm(name, **changes).engine
     work = [Work(item.prompt, item.sampling) for item in expected]
     preemptions = run(engine, work, stagger)
     print("preemptions", preemptions)
-    if name == "tiny-llama-3.1":
+    if name == "tiny-llama-3.1":  # with a sliding window, blocks are hardly ever too few
         assert (preemptions >= 3) if preempts else (preemptions == 0)
     for got, want in zip(work, expected, strict=True):
         assert want.sampling.min_tokens <= len(want.token_ids) <= want.sampling.max_tokens

@@ -19,6 +19,7 @@ from jaxserve.engine.llm import LLM
 from jaxserve.engine.messages import Add
 from jaxserve.engine.process import EXIT_CRASHED, EngineServer, make_socket, run
 from jaxserve.request import EngineRequest, SamplingParams
+from tests.conftest import ONE_CHUNK
 
 
 class Stop(Exception):
@@ -27,7 +28,7 @@ class Stop(Exception):
 
 @pytest.fixture
 def core(llm: Callable[..., LLM]) -> EngineCore:
-    return llm("tiny-llama-bias").engine
+    return llm("tiny-llama-bias", **ONE_CHUNK).engine
 
 
 @asynccontextmanager

@@ -13,7 +13,8 @@ from jaxserve.engine.llm import LLM
 from jaxserve.engine.messages import PromptLogprobs, TokenOutput
 from jaxserve.request import RequestError, SamplingParams
 from jaxserve.runner import prompt_rows
-from tests.models.test_reference import DATA, OPTIONS, TOLERANCE, recorded
+from tests.conftest import ONE_CHUNK, SCARCE, SMALL_CHUNKS
+from tests.models.test_reference import DATA, TOLERANCE, recorded
 
 NAME = "tiny-llama-3.1"
 TOP = 5
@@ -49,7 +50,7 @@ def check_against_reference(name: str, prompt: list[int], entries: list[PromptLo
 def test_prompt_logprobs_are_those_of_transformers(name, llm):
     prompt = recorded(name)["cases"][0]["prompt_ids"]
     params = SamplingParams(temperature=1.7, seed=1, max_tokens=3, prompt_logprobs=TOP)
-    [output] = llm(name, **OPTIONS).generate(prompt, params)
+    [output] = llm(name, **ONE_CHUNK).generate(prompt, params)
     assert output.prompt_logprobs is not None
     assert all(len(entry.top_ids) == TOP for entry in output.prompt_logprobs)
     check_against_reference(name, prompt, output.prompt_logprobs)
@@ -88,8 +89,8 @@ def some_prompts() -> list[list[int]]:
 CHANGES = [
     ({}, False),
     ({"async_depth": 2}, False),
-    ({"async_depth": 2, "num_gpu_blocks_override": 14}, True),
-    ({"block_size": 8, "max_num_batched_tokens": 32, "token_buckets": (8, 32)}, False),
+    ({"async_depth": 2, **SCARCE}, True),
+    (SMALL_CHUNKS, False),
 ]
 WAYS = pytest.mark.parametrize(
     ("changes", "preempts"), CHANGES, ids=["batch", "depth 2", "preemption", "small blocks and chunks"]
@@ -102,7 +103,7 @@ def test_a_prompt_has_the_logprobs_of_its_lone_run_in_any_batch(llm, changes, pr
     """Also where its blocks are cached: the recorded prompt comes twice."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, prompt_logprobs=TOP, ignore_eos=True)
     prompts = some_prompts()
-    lone = [llm(NAME, **OPTIONS).generate(prompt, params)[0] for prompt in prompts]
+    lone = [llm(NAME, **ONE_CHUNK).generate(prompt, params)[0] for prompt in prompts]
     model = llm(NAME, **changes)
     outputs = run(model, [(prompt, params, None) for prompt in prompts])
     if max_tokens:
@@ -130,7 +131,7 @@ def test_an_embedding_is_the_pooled_hidden_states_in_any_batch(llm, changes, pre
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.embedding is not None and output.finish_reason == "length"
         got = np.frombuffer(output.embedding, "<f4")
-        np.testing.assert_allclose(got, embedding_by_hand(llm(NAME, **OPTIONS), prompt, pooling), atol=1e-5)
+        np.testing.assert_allclose(got, embedding_by_hand(llm(NAME, **ONE_CHUNK), prompt, pooling), atol=1e-5)
 
 
 def embedding_by_hand(model: LLM, prompt: list[int], pooling: str) -> np.ndarray:
@@ -167,7 +168,7 @@ def test_lp14_logits_of_a_long_prompt_exist_a_slice_at_a_time(llm):
 
 
 def test_a_prompt_may_fill_the_context_where_nothing_follows(llm):
-    model = llm(NAME, **OPTIONS)
+    model = llm(NAME, **ONE_CHUNK)
     full = [7] * 256
     [output] = model.generate(full, SamplingParams(max_tokens=0, prompt_logprobs=0))
     assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 255

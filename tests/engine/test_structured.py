@@ -17,10 +17,11 @@ from jaxserve.engine.core import EngineCore
 from jaxserve.engine.llm import LLM
 from jaxserve.request import RequestError, SamplingParams, StructuredSpec
 from jaxserve.runner.runner import ModelRunner, PendingStep
+from tests.conftest import ONE_CHUNK, SCARCE, SMALL_CHUNKS
 from tests.engine.test_core import add, drain, metrics
 from tests.engine.test_invariance import Work, run, some_work
 
-MODELS = ("tiny-llama-3.1", "tiny-llama-2")
+MODELS: dict[str, dict[str, Any]] = {"tiny-llama-3.1": {}, "tiny-llama-2": ONE_CHUNK}
 BOTH = pytest.mark.parametrize("name", MODELS)
 DEPTHS = pytest.mark.parametrize("depth", [1, 2])
 SCHEMA: dict[str, Any] = {
@@ -57,7 +58,7 @@ def answer(model: LLM, params: SamplingParams, prompt: list[int] | None = None) 
 @BOTH
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"seed": 1}, {"seed": 2, "top_p": 0.5, "min_tokens": 3}])
 def test_so05_the_answer_matches(llm, name, options):
-    model = llm(name)
+    model = llm(name, **MODELS[name])
     text, reason = answer(model, held("json", SCHEMA, **options))
     assert reason == "stop" and valid(text)
     enum = ["北风", "Fjällräv", "🦊"]
@@ -70,7 +71,7 @@ def test_so05_the_answer_matches(llm, name, options):
 
 @BOTH
 def test_penalties_biases_and_logprobs_go_together_with_a_grammar(llm, name):
-    model = llm(name)
+    model = llm(name, **MODELS[name])
     a, b = (
         [token for token in range(model.tokenizer.vocab_size) if set(model.tokenizer.token_bytes(token)) == set(letter)]
         for letter in (b"a", b"b")
@@ -107,7 +108,7 @@ def test_so03_offline_a_bad_schema_raises_before_anything_runs(llm):
 @BOTH
 def test_so09_max_tokens_cuts_the_text_and_says_so(llm, name):
     """Also within a character."""
-    model = llm(name)
+    model = llm(name, **MODELS[name])
     for params in (held("json", SCHEMA), held("choice", ["🦊🦊🦊🦊🦊🦊"])):
         [whole] = model.generate([5, 6, 7], params)[0].outputs
         for count in (1, 2, 5):
@@ -130,9 +131,7 @@ def mixed_work(vocab_size: int) -> list[Work]:
 
 @pytest.fixture(scope="module")
 def lone(llm) -> list[Work]:
-    engine = llm(
-        "tiny-llama-3.1", max_num_seqs=1, row_buckets=(1,), token_buckets=(128,), max_num_batched_tokens=128
-    ).engine
+    engine = llm("tiny-llama-3.1", **ONE_CHUNK).engine
     work = mixed_work(engine.info.vocab_size)
     for item in work:
         run(engine, [item], stagger=False)
@@ -144,9 +143,9 @@ def lone(llm) -> list[Work]:
     [
         ({"async_depth": 1}, False),
         ({"async_depth": 2}, False),
-        ({"async_depth": 1, "num_gpu_blocks_override": 12}, True),
-        ({"async_depth": 2, "num_gpu_blocks_override": 12}, True),
-        ({"block_size": 8, "max_num_batched_tokens": 32, "token_buckets": (8, 32), "async_depth": 2}, False),
+        ({"async_depth": 1, **SCARCE}, True),
+        ({"async_depth": 2, **SCARCE}, True),
+        ({"async_depth": 2, **SMALL_CHUNKS}, False),
     ],
     ids=["depth 1", "depth 2", "preemption", "preemption at depth 2", "small blocks and chunks"],
 )
@@ -161,7 +160,7 @@ def test_so07_the_tokens_are_those_of_the_lone_run(lone, llm, changes, preempts)
 
 @DEPTHS
 def test_so07_prompts_in_three_chunks_give_valid_json(llm, depth):
-    model = llm("tiny-llama-3.1", async_depth=depth, max_num_batched_tokens=32, token_buckets=(8, 32), block_size=8)
+    model = llm("tiny-llama-3.1", async_depth=depth, **SMALL_CHUNKS)
     prompts = [[5 + i, *range(20, 110)] for i in range(3)]
     for result in model.generate(prompts, held("json", SCHEMA)):
         assert result.outputs[0].finish_reason == "stop" and valid(result.outputs[0].text)

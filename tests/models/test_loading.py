@@ -35,8 +35,7 @@ from tests.checkpoints import (
     write_json,
     write_tensors,
 )
-from tests.conftest import SMALL
-from tests.models.test_reference import OPTIONS
+from tests.conftest import ONE_CHUNK, SMALL
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
 FLOAT32 = np.dtype(np.float32)
@@ -417,7 +416,7 @@ def looping(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def looping_llm(looping) -> LLM:
-    return LLM(looping, **{**SMALL, **OPTIONS})
+    return LLM(looping, **{**SMALL, **ONE_CHUNK})
 
 
 def test_ld17_explicit_fields_win_and_the_file_fills_the_rest(looping_llm):

@@ -19,22 +19,13 @@ from jaxserve.runner.runner import ModelRunner
 from jaxserve.scheduling.schedule import ScheduledRequest, SchedulerOutput
 from pallas_kernels import dispatch
 from tests.checkpoints import NAMES
-from tests.conftest import SMALL
+from tests.conftest import ONE_CHUNK, SMALL
 from tests.models import split_products
 
 DATA = Path(__file__).parent.parent / "data"
 TOLERANCE = 1e-3
 CLOSE_CALL = 0.1
 """bfloat16 may choose another token where the two best logits are nearer than this."""
-
-OPTIONS: dict[str, Any] = {
-    "max_model_len": 256,
-    "max_num_seqs": 2,
-    "row_buckets": (2,),
-    "max_num_batched_tokens": 128,
-    "token_buckets": (128,),
-}
-"""Three forward programs, a whole prompt in one chunk, and samplers that models of one vocabulary size share."""
 
 
 def recorded(name: str) -> dict[str, Any]:
@@ -88,7 +79,7 @@ def check_logits(runner: ModelRunner, prompt: list[int], rows: dict[int, np.ndar
 @pytest.mark.parametrize("name", NAMES)
 def test_logits(name, llm):
     """The stored rows of a 96-token prompt however it is cut, each row as the end of a chunk, and every first step."""
-    runner = llm(name, **OPTIONS).engine.runner
+    runner = llm(name, **ONE_CHUNK).engine.runner
     cases = recorded(name)["cases"]
     with np.load(DATA / f"{name}.npz") as stored:
         rows = dict(zip(stored["prompt_rows"].tolist(), stored["prompt"], strict=True))
@@ -123,7 +114,7 @@ def test_products_in_partial_sums(name, kinds, llm, monkeypatch):
     for operation in ("suits_linear", "linear_parts", "linear", "gated_linear"):
         monkeypatch.setitem(dispatch.IMPLEMENTATIONS[operation], "split", split_products.__name__)
     split_products.calls.clear()
-    runner = llm(name, **OPTIONS).engine.runner
+    runner = llm(name, **ONE_CHUNK).engine.runner
     plan = replace(runner.plan, linear_backend="split")
     builder = ProgramBuilder(runner.model_config, plan, runner._params, runner._mesh, runner.num_blocks)
     forward = {bucket: builder.forward(bucket) for bucket in plan.ladder.all()}
@@ -136,13 +127,13 @@ def test_products_in_partial_sums(name, kinds, llm, monkeypatch):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_greedy_tokens(name, llm):
-    check_greedy(llm(name, **OPTIONS), recorded(name)["cases"])
+    check_greedy(llm(name, **ONE_CHUNK), recorded(name)["cases"])
 
 
 def test_greedy_tokens_in_bfloat16(llm):
     """Ids and log-probabilities up to the first close call; after it the texts may part."""
     cases = recorded("tiny-mistral-swa")["cases"]
-    model = llm("tiny-mistral-swa", dtype="bfloat16", **OPTIONS)
+    model = llm("tiny-mistral-swa", dtype="bfloat16", **ONE_CHUNK)
     params = SamplingParams(temperature=0.0, max_tokens=32, logprobs=0)
     compared = 0
     for case, output in zip(cases, model.generate([c["prompt_ids"] for c in cases], params), strict=True):
@@ -165,7 +156,7 @@ def test_stored_checkpoints(name):
     if not folder:
         pytest.skip("JAXSERVE_TEST_MODELS is not set")
     directory = Path(folder) / name
-    model = LLM(directory, **{**SMALL, **OPTIONS})
+    model = LLM(directory, **{**SMALL, **ONE_CHUNK})
     runner = model.engine.runner
     cases = json.loads((directory / "golden.json").read_text(encoding="utf-8"))["cases"]
     with np.load(directory / "golden_logits.npz") as stored:
@@ -182,7 +173,13 @@ def test_stored_checkpoints(name):
 @pytest.fixture(scope="module")
 def demo() -> LLM:
     """SmolLM2-135M-Instruct with little memory and three forward programs."""
-    options = {**SMALL, **OPTIONS, "max_model_len": 1024, "kv_cache_memory": 64 << 20, "num_gpu_blocks_override": None}
+    options = {
+        **SMALL,
+        **ONE_CHUNK,
+        "max_model_len": 1024,
+        "kv_cache_memory": 64 << 20,
+        "num_gpu_blocks_override": None,
+    }
     return LLM("demo", **options)
 
 

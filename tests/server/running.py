@@ -25,7 +25,7 @@ from tests.exposition import samples
 
 MARK = "JAXSERVE_TEST_MARK"
 """Environment variable that every process of a server inherits: none escapes, whoever its parent is by then."""
-START_SECONDS = 120
+START_SECONDS = 300
 """Without a compilation cache, on a busy machine."""
 
 

@@ -28,7 +28,7 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def two(model: Path) -> Iterator[Server]:
-    with serving(model, api_server_count=2, **SMALLEST | {"max_num_seqs": 8, "row_buckets": (8,)}) as server:
+    with serving(model, api_server_count=2, **SMALLEST) as server:
         wait_until(lambda: len(server.apis) == 2)
         yield server
 

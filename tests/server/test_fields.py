@@ -199,6 +199,9 @@ def test_metrics_of_a_request(llama_3: Tokenizer, route: str) -> None:
         chunks = streamed(served, route, max_tokens=11, stream_options={"include_usage": True})
         assert chunks[-1]["metrics"].keys() == metrics.keys()
         assert not any("metrics" in chunk for chunk in chunks[:-1])
+        if route == COMPLETIONS:
+            metrics = ok(post(served, route, echo=True, logprobs=0, max_tokens=0))
+            assert "-0.0" not in str(metrics["metrics"]), "nothing was generated"
         # A stop string ends an answer before the engine can tell its times.
         assert ok(post(served, route, max_tokens=50, stop="word word"))["metrics"]["decode_time_ms"] > 10
 

@@ -31,8 +31,8 @@ from tests.checkpoints import (
 from tests.server.running import MARK, Server, command, free_port, marked, serving, started, wait_until
 
 SMALLEST: dict[str, Any] = {
-    "max_num_seqs": 2,
-    "row_buckets": (2,),
+    "max_num_seqs": 8,
+    "row_buckets": (8,),
     "token_buckets": (16,),
     "max_num_batched_tokens": 16,
     "num_gpu_blocks_override": 2049,

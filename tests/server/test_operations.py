@@ -217,6 +217,23 @@ def test_the_document_agrees_with_the_door(served: Served) -> None:
         *({"max_tokens": value} for value in (1, -1)),
         *({"truncate_prompt_tokens": value} for value in (-1, 1, -2)),
         *({"stop_token_ids": value} for value in ([1], [-1], [1] * 129)),
+        *({"min_p": value} for value in (0, 1, -0.1, 1.1)),
+        *({name: v} for name in ("presence_penalty", "frequency_penalty") for v in (-2, 2, -2.1, 2.1, "1")),
+        *({"repetition_penalty": value} for value in (0.001, 1000, 0, 1001)),
+        *({"logit_bias": value} for value in ({}, {"5": 100}, {"5": -100.5}, {"x": 1}, {"5": "1"}, {"5": None}, [])),
+        *({"allowed_token_ids": value} for value in ([5], [], [-1], [520], None)),
+        *({"bad_words": value} for value in ([], ["a"], [""], ["x"] * 65, "a")),
+        *({"min_tokens": value} for value in (0, 1, -1)),
+        *({"best_of": value} for value in (1, 2, 0, 129)),
+        *({"prompt_logprobs": value} for value in (0, 20, 21, -1, True)),
+        *({"priority": value} for value in (-1000, 1000, -1001, 1001, 0.5)),
+        *({"deadline_ms": value} for value in (1000, 86_400_000, 0, 86_400_001)),
+        *({"truncate_prompt_tokens": value} for value in (0, 256, 257)),
+        *({"response_format": v} for v in ({"type": "text"}, {"type": "yaml"}, {}, {"type": "json_schema"}, "text")),
+        *({"structured_outputs": v} for v in ({}, {"choice": ["a"]}, {"x": 1}, {"json": {}, "regex": "a"}, [])),
+        *({"guided_regex": value} for value in ("a", "", 5)),
+        *({"guided_choice": value} for value in (["a"], [], [""], "a")),
+        {"guided_grammar": ""},
         *({"stream_options": value, "stream": True} for value in ({}, {"include_usage": True}, {"include_usage": 1})),
     ]
     for fields in cases:
@@ -227,6 +244,8 @@ def test_the_document_agrees_with_the_door(served: Served) -> None:
         [{"role": "user", "content": "x"}],
         [{"role": "x", "content": ""}],
         [{"role": "user"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": "x"}, {"role": "assistant"}],
         [{}],
         [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
         [{"role": "user", "content": 1}],
@@ -234,6 +253,20 @@ def test_the_document_agrees_with_the_door(served: Served) -> None:
         assert valid("ChatRequest", {"messages": messages}) == (
             post(served, CHAT, messages=messages).status_code == 200
         )
+    for fields in (
+        *({"tool_choice": value} for value in ("none", "auto", "x", {}, {"type": "function"}, 5)),
+        {"max_tokens": 0},
+        {"max_completion_tokens": 0},
+    ):
+        assert valid("ChatRequest", base(CHAT) | fields) == (post(served, CHAT, **fields).status_code == 200), fields
+    for fields in (
+        *({"top_logprobs": value} for value in (0, 20, 21, -1)),
+        *({"max_output_tokens": value} for value in (1, 0)),
+        *({"tool_choice": value} for value in ("auto", "x", {"type": "function"})),
+        *({"include": value} for value in ([], ["message.output_text.logprobs"], ["x"])),
+    ):
+        response = served.http.post("/v1/responses", json={"input": "x", **fields})
+        assert valid("ResponsesRequest", {"input": "x", **fields}) == (response.status_code == 200), fields
     assert valid("ChatCompletion", ok(post(served, CHAT, logprobs=True, top_logprobs=2, return_token_ids=True)))
     assert valid("Completion", ok(post(served, COMPLETIONS, logprobs=2)))
     assert all(valid("ChatChunk", chunk) for chunk in stream(served, CHAT))

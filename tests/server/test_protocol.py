@@ -455,6 +455,13 @@ def test_va16_bodies_that_are_not_a_request(served: Served, route: str, body: by
 
 
 @BOTH
+@pytest.mark.parametrize("number", [10**300, 1e300, -(10**41)])
+def test_va16_numbers_of_many_digits_are_not_echoed(served: Served, route: str, number: float) -> None:
+    for field in ("n", "priority", "min_tokens"):
+        assert len(error_of(post(served, route, **{field: number}))["message"]) < 150
+
+
+@BOTH
 @pytest.mark.parametrize(
     ("content_type", "status"),
     [

@@ -163,6 +163,8 @@ def test_logprobs_on_demand(served: Served) -> None:
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": -1}, "top_logprobs"),
         ({"max_output_tokens": 10**6}, "max_output_tokens"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),

@@ -21,6 +21,9 @@ async def responses(request: Request[Any, Any, Any]) -> Response[Any]:
     context = context_of(request)
     body = await read_body(request, ResponsesRequest, context)
     try:
+        top, most = body.top_logprobs, context.client.info.max_logprobs
+        if top is not None and not 0 <= top <= most:  # also where they are not included
+            raise RequestError(f"top_logprobs must be between 0 and {most}, got {top}.", param="top_logprobs")
         chat = chat_request(body)
         tools = tool_use(chat, context.config)
         if chat.logprobs and (tools.make_parser or context.reasoning):
