@@ -1,7 +1,7 @@
 """Structured output: what an answer's text must match, compiled by llguidance to what may come next.
 
-API processes compile to refuse what cannot be, the engine to know which tokens may come: both by the same code, so that
-nothing reaches the engine that it cannot compile.
+The process of ``server.grammar_process`` compiles to refuse what cannot be, the engine to know which tokens may come:
+both by the same code, so that nothing reaches the engine that it cannot compile.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_REASON = 300
 MAX_INTERSECTED = 8
 """Patterns that one text must match together: whether that is possible at all takes exponential time to find out."""
-COMPILE_SECONDS = 10.0
-"""What takes longer is refused where requests come in, and so never keeps the engine's thread busy."""
 LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
 type _Task = tuple[Future[Any], Callable[[], Any]] | None
@@ -54,10 +52,6 @@ class Grammars:
     def compile(self, spec: StructuredSpec) -> Future[LLMatcher]:
         """A matcher at the beginning of an answer. The future raises ``RequestError`` for what cannot be compiled."""
         return self._submit(partial(_compile, spec, self._tokenizer, self._cache))
-
-    def go_on(self) -> None:
-        """Leave the thread to what it cannot be stopped doing, and compile in a new one."""
-        _start_thread(self._tasks)
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -196,7 +190,6 @@ def _work(tasks: SimpleQueue[_Task]) -> None:
             except BaseException as error:  # also the library's panics
                 future.set_exception(error)
         del future, work, task
-    tasks.put(None)  # for another thread that reads from here
 
 
 class _Vocabulary:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,16 +149,3 @@ def test_what_was_compiled_is_kept_and_answers_do_not_share_their_state(grammars
     for number in range(100):
         grammars.compile(spec("regex", f"a{{{number}}}b")).result()
     assert wanted not in grammars._cache and len(grammars._cache) == 32
-
-
-def test_so03_a_compilation_without_end_keeps_nobody_from_the_next(checkpoint):
-    grammars = Grammars(lambda: Tokenizer.load(checkpoint("tiny-llama-3.1")))
-    grammars.compile(spec("regex", "a")).result()
-    ended = threading.Event()
-    stuck, waiting = grammars._submit(ended.wait), grammars.compile(spec("regex", "b"))
-    with pytest.raises(TimeoutError):
-        waiting.result(0.05)
-    grammars.go_on()
-    waiting.result(5)
-    ended.set()
-    assert stuck.result(5)

@@ -13,7 +13,7 @@ from litestar.exceptions import InternalServerException
 from litestar.handlers.base import BaseRouteHandler
 
 from jaxserve.engine.bad_words import with_bad_words
-from jaxserve.request import RequestError, SamplingParams
+from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
 from jaxserve.server.errors import ClientDisconnectedError
@@ -37,7 +37,6 @@ from jaxserve.server.schemas import (
 from jaxserve.server.timing import server_timing
 from jaxserve.server.tools import ToolUse, tool_use
 from jaxserve.server.validate import Prompt
-from jaxserve.structured import COMPILE_SECONDS
 
 PROMPT_END = 32
 """Tokens of a prompt that tell whether its template has opened the thoughts of a reasoning model."""
@@ -135,15 +134,8 @@ async def off_loop[T](request: Request[Any, Any, Any], work: Callable[[], T]) ->
 
 async def check_structured(context: ServerContext, sampling: SamplingParams) -> None:
     """Raises ``RequestError`` for a schema or grammar that the engine could not hold an answer to."""
-    if (spec := sampling.structured) is None:
-        return
-    future = context.grammars.compile(spec)
-    compiled = asyncio.wrap_future(future)
-    while not (await asyncio.wait({compiled}, timeout=COMPILE_SECONDS))[0]:
-        if future.running():  # else another one keeps it waiting
-            context.grammars.go_on()
-            raise RequestError(f"{spec.field} takes too long to compile.", param=spec.field)
-    compiled.result()
+    if sampling.structured is not None:
+        await context.grammar_check.check(sampling.structured)
 
 
 def begin(

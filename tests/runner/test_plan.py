@@ -77,7 +77,7 @@ class Device:
 
 
 def test_op16_the_pool_takes_what_others_leave_or_says_what_there_is():
-    """What is in use already, parameters and programs come first. The pool is never too large, nor less than nothing."""
+    """What is in use already, parameters and programs come first. The pool is never less than nothing."""
     model = LLAMA_8B(1)
     options = {"model": "8B", "max_num_seqs": 256, "max_num_batched_tokens": 2048}
     plan = make_plan(EngineConfig(**options), model, *HOPPER)
