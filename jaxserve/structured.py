@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-from jaxserve.request import RequestError, StructuredSpec
+from jaxserve.request import RequestError, StructuredSpec, Thoughts
 from jaxserve.tokenizer import Tokenizer
 
 MAX_CHARACTERS = {"json": 100_000, "choice": 100_000, "grammar": 32_000, "regex": 8_000}
@@ -75,7 +75,10 @@ def compile_spec(spec: StructuredSpec, tokenizer: LLTokenizer) -> LLMatcher:
     """Raises ``RequestError`` that names the field and the reason."""
     try:
         check_size(spec)
-        matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LIMITS)
+        grammar = _grammar(spec)
+        if spec.thoughts is not None:
+            grammar = _after_thoughts(grammar, spec, spec.thoughts)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     except RequestError:
         raise
     except (ValueError, RecursionError) as error:
@@ -162,6 +165,28 @@ def _grammar(spec: StructuredSpec) -> str:
             return LLMatcher.grammar_from_regex(spec.value)
         case "grammar":
             return grammar_from("grammar", spec.value)
+
+
+def _after_thoughts(grammar: str, spec: StructuredSpec, thoughts: Thoughts) -> str:
+    """The grammar behind thoughts, which the first end tag ends, and white space, which is layout."""
+    start, end = (
+        f"<[{tag}]>" if isinstance(tag, int) else json.dumps(tag, ensure_ascii=False)
+        for tag in (thoughts.start, thoughts.end)
+    )
+    rules = [
+        f"start: (WHITE? {start})? thoughts WHITE? @answer"
+        if thoughts.open
+        else f"start: (WHITE? {start} thoughts WHITE?)? @answer",
+        # A tag of text may begin and end within tokens, so it belongs to the terminal.
+        f"thoughts: TEXT? {end}" if isinstance(thoughts.end, int) else f"thoughts[lazy]: TEXT {end}",
+        "TEXT: /(?s:.*)/",
+        r"WHITE: /[ \t\r\n]+/",
+    ]
+    if spec.kind in ("json", "json_object", "regex"):
+        [answer] = json.loads(grammar)["grammars"]
+    else:
+        answer = {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**answer, "name": "answer"}]})
 
 
 def _refusal(spec: StructuredSpec, reason: str) -> RequestError:

@@ -9,13 +9,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from llguidance import LLMatcher
 
 from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.llm import LLM
-from jaxserve.request import RequestError, SamplingParams, StructuredSpec
+from jaxserve.request import RequestError, SamplingParams, StructuredSpec, Thoughts
 from jaxserve.runner.runner import ModelRunner, PendingStep
 from tests.engine.test_core import add, drain, metrics
 from tests.engine.test_invariance import Work, run, some_work
@@ -81,6 +82,23 @@ def test_penalties_biases_and_logprobs_go_together_with_a_grammar(llm, name):
     params = held("regex", "[ab]{9}", presence_penalty=1.0, repetition_penalty=1.3, bad_words=("bb",), logprobs=2)
     [choice] = model.generate([5, 6, 7], params)[0].outputs
     assert re.fullmatch("[ab]{9}", choice.text) and all(len(token.top) == 2 for token in choice.tokens)
+
+
+@DEPTHS
+def test_a_grammar_waits_for_the_end_of_thoughts(llm, depth):
+    """Which are the tokens of a plain answer up to there."""
+    model = llm("tiny-llama-3.1", async_depth=depth)
+    texts = {token: model.tokenizer.token_bytes(token) for token in range(512)}
+    allowed = tuple(token for token, text in texts.items() if re.fullmatch(rb"[ -~]+", text))
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, allowed_token_ids=allowed)
+    [plain] = model.generate([5, 6, 7], params)[0].outputs
+    said = [texts[token] for token in plain.token_ids]
+    count = next(n for n in range(10, 60) if said[n] not in b"".join(said[:n]))
+    thoughts = Thoughts(start="<think>", end=said[count].decode(), open=True)
+    after = msgspec.structs.replace(spec("regex", "[ab]{3}-[0-9]{2}"), thoughts=thoughts)
+    [choice] = model.generate([5, 6, 7], msgspec.structs.replace(params, max_tokens=None, structured=after))[0].outputs
+    assert choice.token_ids[: count + 1] == plain.token_ids[: count + 1] and choice.finish_reason == "stop"
+    assert re.fullmatch(rb"\s*[ab]{3}-\d{2}", b"".join(map(texts.get, choice.token_ids[count + 1 :])))
 
 
 def test_an_answer_ends_where_the_grammar_ends_or_lets_it(llm):

@@ -17,9 +17,8 @@ from jaxserve.request import RequestError, StructuredSpec
 from jaxserve.server import grammar_check
 from jaxserve.server.schemas import GenerationRequest
 from jaxserve.server.structured import structured_spec
-from jaxserve.tokenizer import Tokenizer
 from tests.server.calls import BOTH, CHAT, Body, both_ways, error_of, ok, plain, post
-from tests.server.conftest import Served, serve, wait_until
+from tests.server.conftest import Served, wait_until
 from tests.server.obedient import obedient
 
 SCHEMA = {"type": "object", "properties": {"größe": {"enum": ["Fjällräv"]}}}
@@ -165,12 +164,6 @@ def test_so03_what_cannot_be_enforced_never_reaches_the_engine(
     error = error_of(post(served, route, stream=streamed, **fields))
     assert error["param"] == next(iter(fields)) and reason in error["message"]
     assert not served.engine.of_kind(Add)
-
-
-def test_a_held_answer_of_a_reasoning_model_has_no_thoughts(llama_3: Tokenizer) -> None:
-    with serve(llama_3, 518, reasoning_parser="deepseek_r1") as other:
-        other.engine.script = obedient(llama_3, 518)
-        assert both_ways(other, CHAT, response_format={"type": "json_object"}, max_tokens=200)[0].startswith("{")
 
 
 def test_so03_what_takes_too_long_to_compile_is_refused_and_others_go_on(
