@@ -185,8 +185,9 @@ def test_so07_prompts_in_three_chunks_give_valid_json(llm, depth):
         assert result.outputs[0].finish_reason == "stop" and valid(result.outputs[0].text)
 
 
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
 @DEPTHS
-def test_so08_plain_and_held_answers_never_touch_each_other(llm, depth):
+def test_so08_plain_and_held_answers_never_touch_each_other(llm, depth, rounds):
     """Eight at once, the same schema twice, half of them aborted, over and over."""
     model = llm("tiny-llama-3.1", async_depth=depth)
     plain = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -194,10 +195,10 @@ def test_so08_plain_and_held_answers_never_touch_each_other(llm, depth):
     kinds = [plain, object_only, plain, schema]
     expected = {i: answer(model, params, [9 + i % 4]) for i, params in enumerate(kinds)}
     assert valid(expected[3][0])
-    for turn in range(10):
+    for turn in range(rounds):
         ids = [add_prompt(model.engine, f"so08-{depth}-{turn}-{i}", [9 + i % 4], kinds[i % 4]) for i in range(8)]
         outputs: dict[str, list[int]] = {name: [] for name in ids}
-        for _ in range(turn):
+        for _ in range(turn % 10):
             for _, output in model.engine.step():
                 outputs[output.request_id] += output.token_ids
         gone = ids[turn % 2 :: 2][:2] + ids[4 + turn % 3 :: 3]
