@@ -9,10 +9,10 @@ from jaxserve.request import Thoughts
 from jaxserve.tokenizer import Tokenizer
 
 WHITE = " \t\r\n"
-type State = Literal["before", "inside", "content"]
-
 TAGGED = "..."
 """Between the tags of a parser that is given as ``START...END``."""
+
+type State = Literal["before", "inside", "content"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class ReasoningSplitter:
 
     def __init__(self, form: ReasoningFormat, prompt_end: str) -> None:
         self._form = form
-        self._state = state_after(form, prompt_end)
+        self._state: State = state_after(form, prompt_end)
         self._after_tag = self._state != "before"
         self._held = ""
 
