@@ -71,11 +71,11 @@ MUTATIONS = {
         "count = len(self._held) - self._matcher.held",
         "count = max(0, len(self._held) - max(map(len, self.sampling.stop), default=0))",
     ),
-    # What a hidden token would have been is cut from the text.
+    # A special token that ends the answer is shown where special tokens are.
     "SP05": Mutation(
         OUTPUT,
-        "self._text += self._held\n",
-        "self._text = (self._text + self._held)[: -len(self.tokenizer.token_text(output.stop_reason or -1)) or None]\n",
+        "ends=is_last and reason == FinishReason.STOP)",
+        "ends=is_last and reason == FinishReason.STOP and not self.tokenizer.is_special(token_id))",
     ),
     "SP08": Mutation(
         "jaxserve/request.py",
