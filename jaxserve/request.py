@@ -41,6 +41,15 @@ class RequestError(ValueError):
         self.code = code
 
 
+class Thoughts(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes before the text that must match. A tag is text, or the id of a special token."""
+
+    start: str | int
+    end: str | int
+    open: bool
+    """The answer begins with thoughts even without ``start``; else there are none without it."""
+
+
 class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What an answer's text must match."""
 
@@ -49,6 +58,8 @@ class StructuredSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A JSON Schema, a regular expression, a JSON list of strings, or a grammar; nothing for any JSON object."""
     field: str
     """The request's field that asked for it, which errors name."""
+    thoughts: Thoughts | None = None
+    """Of a reasoning model, which says what it likes in them."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -1,7 +1,7 @@
 """Structured output: what an answer's text must match, compiled by llguidance to what may come next.
 
-API processes compile to refuse what cannot be, the engine to know which tokens may come: both by the same code, so that
-nothing reaches the engine that it cannot compile.
+The process of ``server.grammar_process`` compiles to refuse what cannot be, the engine to know which tokens may come:
+both by the same code, so that nothing reaches the engine that it cannot compile.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from
 
-from jaxserve.request import RequestError, StructuredSpec
+from jaxserve.request import RequestError, StructuredSpec, Thoughts
 from jaxserve.tokenizer import Tokenizer
 
 MAX_CHARACTERS = {"json": 100_000, "choice": 100_000, "grammar": 32_000, "regex": 8_000}
@@ -32,8 +32,6 @@ WHITE_SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 MAX_REASON = 300
 MAX_INTERSECTED = 8
 """Patterns that one text must match together: whether that is possible at all takes exponential time to find out."""
-COMPILE_SECONDS = 10.0
-"""What takes longer is refused where requests come in, and so never keeps the engine's thread busy."""
 LIMITS = LLParserLimits(verbose_errors=False, max_lexer_states=50_000)
 
 type _Task = tuple[Future[Any], Callable[[], Any]] | None
@@ -54,10 +52,6 @@ class Grammars:
     def compile(self, spec: StructuredSpec) -> Future[LLMatcher]:
         """A matcher at the beginning of an answer. The future raises ``RequestError`` for what cannot be compiled."""
         return self._submit(partial(_compile, spec, self._tokenizer, self._cache))
-
-    def go_on(self) -> None:
-        """Leave the thread to what it cannot be stopped doing, and compile in a new one."""
-        _start_thread(self._tasks)
 
     def _submit(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
@@ -81,7 +75,10 @@ def compile_spec(spec: StructuredSpec, tokenizer: LLTokenizer) -> LLMatcher:
     """Raises ``RequestError`` that names the field and the reason."""
     try:
         check_size(spec)
-        matcher = LLMatcher(tokenizer, _grammar(spec), log_level=0, limits=LIMITS)
+        grammar = _grammar(spec)
+        if spec.thoughts is not None:
+            grammar = _after_thoughts(grammar, spec, spec.thoughts)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
     except RequestError:
         raise
     except (ValueError, RecursionError) as error:
@@ -170,6 +167,28 @@ def _grammar(spec: StructuredSpec) -> str:
             return grammar_from("grammar", spec.value)
 
 
+def _after_thoughts(grammar: str, spec: StructuredSpec, thoughts: Thoughts) -> str:
+    """The grammar behind thoughts, which the first end tag ends, and white space, which is layout."""
+    start, end = (
+        f"<[{tag}]>" if isinstance(tag, int) else json.dumps(tag, ensure_ascii=False)
+        for tag in (thoughts.start, thoughts.end)
+    )
+    rules = [
+        f"start: (WHITE? {start})? thoughts WHITE? @answer"
+        if thoughts.open
+        else f"start: (WHITE? {start} thoughts WHITE?)? @answer",
+        # A tag of text may begin and end within tokens, so it belongs to the terminal.
+        f"thoughts: TEXT? {end}" if isinstance(thoughts.end, int) else f"thoughts[lazy]: TEXT {end}",
+        "TEXT: /(?s:.*)/",
+        r"WHITE: /[ \t\r\n]+/",
+    ]
+    if spec.kind in ("json", "json_object", "regex"):
+        [answer] = json.loads(grammar)["grammars"]
+    else:
+        answer = {"lark_grammar": grammar}
+    return json.dumps({"grammars": [{"lark_grammar": "\n".join(rules)}, {**answer, "name": "answer"}]})
+
+
 def _refusal(spec: StructuredSpec, reason: str) -> RequestError:
     what = "JSON Schema" if spec.kind == "json" else spec.kind
     reason = " ".join(reason.replace("<non-verbose/>", "").split()) or "it nests too deeply"
@@ -196,7 +215,6 @@ def _work(tasks: SimpleQueue[_Task]) -> None:
             except BaseException as error:  # also the library's panics
                 future.set_exception(error)
         del future, work, task
-    tasks.put(None)  # for another thread that reads from here
 
 
 class _Vocabulary:

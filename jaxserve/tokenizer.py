@@ -75,6 +75,16 @@ class Tokenizer:
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
+    @classmethod
+    def from_json(cls, serialized: str) -> Tokenizer:
+        """What ``to_json`` gave, without a chat template."""
+        return cls(tokenizers.Tokenizer.from_str(serialized))
+
+    def to_json(self) -> str:
+        """What text is made of, as tokenizer.json has it."""
+        serialized: str = self._backend.to_str()
+        return serialized
+
     @property
     def vocab_size(self) -> int:
         """One more than the highest token id."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from jaxserve.request import RequestError, StructuredSpec
+from jaxserve.request import RequestError, StructuredSpec, Thoughts
 from jaxserve.structured import Grammars
 from jaxserve.tokenizer import Tokenizer
 
@@ -64,6 +64,48 @@ def accepts(grammars: Grammars, kind: str, value: Any, text: str) -> bool:
 def test_so05_what_matches_is_accepted_and_nothing_else(grammars, kind, value, right, wrong):
     assert accepts(grammars, kind, value, right)
     assert not accepts(grammars, kind, value, wrong)
+
+
+ANSWERS = [
+    ("json", {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": False}, '{"a": 1}'),
+    ("json_object", "", '{"a": [1]}'),
+    ("regex", "x[0-9]{2}", "x12"),
+    ("regex", "<(b|i)>", "<b>"),
+    ("choice", ["yes", "no"], "yes"),
+    ("grammar", 'start: "x" DIGITS\nDIGITS: /[0-9]{2}/', "x12"),
+    ("grammar", 'root ::= "x" digit digit\ndigit ::= [0-9]', "x12"),
+]
+
+
+@pytest.mark.parametrize("tags", ["text", "special"])
+@pytest.mark.parametrize(("kind", "value", "right"), ANSWERS)
+def test_an_answer_may_or_must_come_after_thoughts(grammars, kind, value, right, tags):
+    """Which may hold anything, pieces of the tags and of the answer too; the first end tag ends them."""
+    tokenizer = grammars._tokenizer.result()
+    if tags == "text":
+        start, end = "<think>", "</think>"
+        ids = {start: tokenizer.greedy_tokenize(start), end: tokenizer.greedy_tokenize(end)}
+    else:
+        start, end = [token for token in range(tokenizer.vocab_size) if tokenizer.is_special_token(token)][:2]
+        ids = {start: [start], end: [end]}
+
+    def accepted(*parts: str | int, opened: bool) -> bool:
+        thoughts = Thoughts(start=start, end=end, open=opened)
+        matcher = grammars.compile(msgspec.structs.replace(spec(kind, value), thoughts=thoughts)).result()
+        tokens = [token for part in parts for token in ids.get(part) or tokenizer.greedy_tokenize(part)]
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    for thought in ("Hm.", "\n<think {\nyes </thin x12", ""):
+        for white in ("", "\n\n"):
+            assert accepted(thought, end, white, right, opened=True)
+            assert accepted(white, start, thought, end, white, right, opened=True)
+            assert accepted(white, start, thought, end, white, right, opened=False)
+    assert accepted(right, opened=False) and not accepted(right, opened=True)
+    assert not accepted("Hm.", end, right, opened=False)
+    for opened in (True, False):
+        assert not accepted(start, right, opened=opened)
+        assert not accepted(start, "Hm.", end, "Hm.", opened=opened)
+        assert not accepted(start, "Hm.", end, right[:-1], opened=opened)
 
 
 @pytest.mark.parametrize(
@@ -150,16 +192,3 @@ def test_what_was_compiled_is_kept_and_answers_do_not_share_their_state(grammars
     for number in range(100):
         grammars.compile(spec("regex", f"a{{{number}}}b")).result()
     assert wanted not in grammars._cache and len(grammars._cache) == 32
-
-
-def test_so03_a_compilation_without_end_keeps_nobody_from_the_next(checkpoint):
-    grammars = Grammars(lambda: Tokenizer.load(checkpoint("tiny-llama-3.1")))
-    grammars.compile(spec("regex", "a")).result()
-    ended = threading.Event()
-    stuck, waiting = grammars._submit(ended.wait), grammars.compile(spec("regex", "b"))
-    with pytest.raises(TimeoutError):
-        waiting.result(0.05)
-    grammars.go_on()
-    waiting.result(5)
-    ended.set()
-    assert stuck.result(5)

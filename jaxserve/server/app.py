@@ -42,6 +42,7 @@ def create_app(config: ServerConfig, client: EngineClient, tokenizer: Tokenizer,
             yield
         finally:
             await client.close()
+            context.grammar_check.close()
 
     return Litestar(
         route_handlers=[

@@ -15,8 +15,8 @@ from jaxserve.engine.admission import QueueLimits
 from jaxserve.engine.client import EngineClient
 from jaxserve.request import EngineRequest, RequestError, seed_source
 from jaxserve.server.errors import ApiError
+from jaxserve.server.grammar_check import GrammarCheck
 from jaxserve.server.reasoning import ReasoningFormat, reasoning_format
-from jaxserve.structured import Grammars
 from jaxserve.tokenizer import Tokenizer
 
 MAX_DEADLINE_MS = 24 * 60 * 60 * 1000
@@ -34,13 +34,13 @@ class ServerContext:
     started: int = field(default_factory=lambda: int(time.time()))
     draw_seed: Callable[[], int] = field(init=False)
     reasoning: ReasoningFormat | None = field(init=False)
-    grammars: Grammars = field(init=False)
+    grammar_check: GrammarCheck = field(init=False)
 
     def __post_init__(self) -> None:
         self.draw_seed = seed_source(self.config.engine.seed)
         name = self.config.reasoning_parser
         self.reasoning = reasoning_format(name) if name else None
-        self.grammars = Grammars(lambda: self.tokenizer)
+        self.grammar_check = GrammarCheck(self.tokenizer)
 
     @property
     def reasoning_tags(self) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from litestar.exceptions import InternalServerException
 from litestar.handlers.base import BaseRouteHandler
 
 from jaxserve.engine.bad_words import with_bad_words
-from jaxserve.request import RequestError, SamplingParams
+from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
 from jaxserve.server.errors import ClientDisconnectedError
@@ -21,6 +21,7 @@ from jaxserve.server.event_stream import EventStream
 from jaxserve.server.generation import Generation, make_choices, unless_disconnected
 from jaxserve.server.parse import check_content_type, check_model, parse_body, unknown_model
 from jaxserve.server.protocol import ChatDialect, CompletionDialect, Dialect, stream_events
+from jaxserve.server.reasoning import thoughts_before
 from jaxserve.server.reply import Reply, reply_maker
 from jaxserve.server.schemas import (
     ChatRequest,
@@ -37,7 +38,6 @@ from jaxserve.server.schemas import (
 from jaxserve.server.timing import server_timing
 from jaxserve.server.tools import ToolUse, tool_use
 from jaxserve.server.validate import Prompt
-from jaxserve.structured import COMPILE_SECONDS
 
 PROMPT_END = 32
 """Tokens of a prompt that tell whether its template has opened the thoughts of a reasoning model."""
@@ -67,11 +67,12 @@ async def chat_completions(request: Request[Any, Any, Any]) -> Response[Any]:
     body = await read_body(request, ChatRequest, context)
     tools = tool_use(body, context.config)
     sampling = validate.chat_sampling(body, context.config, context.defaults, tools.structured)
-    await check_structured(context, sampling)
     prompt = await off_loop(request, lambda: validate.chat_prompt(body, context.tokenizer, tools.tools))
+    sampling = after_thoughts(context, sampling, prompt)
+    await check_structured(context, sampling)
     shown = {*tools.special_tokens, *context.reasoning_tags}
     generation = begin(context, "chatcmpl", body, [prompt], sampling, chat=True, shown=shown)
-    replies = make_replies(context, body, tools, prompt, sampling)
+    replies = make_replies(context, body, tools, prompt)
     return await respond(request, context, body, ChatDialect(generation, replies))
 
 
@@ -131,17 +132,23 @@ async def off_loop[T](request: Request[Any, Any, Any], work: Callable[[], T]) ->
     return await asyncio.to_thread(work)
 
 
+def after_thoughts(context: ServerContext, sampling: SamplingParams, prompt: Prompt) -> SamplingParams:
+    """The same parameters, where what the answer must match comes after a reasoning model's thoughts."""
+    if (spec := sampling.structured) is None or context.reasoning is None:
+        return sampling
+    thoughts = thoughts_before(context.reasoning, _end_of(prompt, context), context.tokenizer)
+    spec = msgspec.structs.replace(spec, thoughts=thoughts)
+    return msgspec.structs.replace(sampling, structured=spec)
+
+
+def _end_of(prompt: Prompt, context: ServerContext) -> str:
+    return context.tokenizer.decode(prompt.token_ids[-PROMPT_END:])
+
+
 async def check_structured(context: ServerContext, sampling: SamplingParams) -> None:
     """Raises ``RequestError`` for a schema or grammar that the engine could not hold an answer to."""
-    if (spec := sampling.structured) is None:
-        return
-    future = context.grammars.compile(spec)
-    compiled = asyncio.wrap_future(future)
-    while not (await asyncio.wait({compiled}, timeout=COMPILE_SECONDS))[0]:
-        if future.running():  # else another one keeps it waiting
-            context.grammars.go_on()
-            raise RequestError(f"{spec.field} takes too long to compile.", param=spec.field)
-    compiled.result()
+    if sampling.structured is not None:
+        await context.grammar_check.check(sampling.structured)
 
 
 def begin(
@@ -184,11 +191,11 @@ def begin(
 
 
 def make_replies(
-    context: ServerContext, body: ChatRequest, tools: ToolUse, prompt: Prompt, sampling: SamplingParams
+    context: ServerContext, body: ChatRequest, tools: ToolUse, prompt: Prompt
 ) -> Callable[[], Reply] | None:
-    """How the answers' text is taken apart, None where it is not. What is held to a grammar has no thoughts."""
-    form = None if sampling.structured else context.reasoning
-    prompt_end = context.tokenizer.decode(prompt.token_ids[-PROMPT_END:]) if form else ""
+    """How the answers' text is taken apart, None where it is not."""
+    form = context.reasoning
+    prompt_end = _end_of(prompt, context) if form else ""
     return reply_maker(tools, form, prompt_end, include_reasoning=body.include_reasoning is not False)
 
 

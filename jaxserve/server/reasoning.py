@@ -5,9 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxserve.request import Thoughts
+from jaxserve.tokenizer import Tokenizer
+
 WHITE = " \t\r\n"
 TAGGED = "..."
 """Between the tags of a parser that is given as ``START...END``."""
+
+type State = Literal["before", "inside", "content"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +46,34 @@ class Thought:
     text: str
 
 
-class ReasoningSplitter:
-    """Feed it text, take pieces: thoughts, then content. White space next to a tag is layout and dropped.
+def state_after(form: ReasoningFormat, prompt_end: str) -> State:
+    """Where an answer begins: a template may have opened or closed the thoughts already. ``prompt_end`` is the text of
+    the prompt's last tokens."""
+    end = prompt_end.rstrip(WHITE)
+    if end.endswith(form.start):
+        return "inside"
+    return "content" if end.endswith(form.end) else "before"
 
-    ``prompt_end`` is the text of the prompt's last tokens: a template may have opened or closed the thoughts already.
-    """
+
+def thoughts_before(form: ReasoningFormat, prompt_end: str, tokenizer: Tokenizer) -> Thoughts | None:
+    """The thoughts that an answer may or must begin with; None where the prompt has closed them."""
+    state = state_after(form, prompt_end)
+    if state == "content":
+        return None
+
+    def tag(text: str) -> str | int:
+        token = tokenizer.token_id(text)
+        return token if token is not None and tokenizer.is_special(token) else text
+
+    return Thoughts(start=tag(form.start), end=tag(form.end), open=state == "inside" or form.begins_inside)
+
+
+class ReasoningSplitter:
+    """Feed it text, take pieces: thoughts, then content. White space next to a tag is layout and dropped."""
 
     def __init__(self, form: ReasoningFormat, prompt_end: str) -> None:
         self._form = form
-        end = prompt_end.rstrip(WHITE)
-        self._state: Literal["before", "inside", "content"] = "before"
-        if end.endswith(form.start):
-            self._state = "inside"
-        elif end.endswith(form.end):
-            self._state = "content"
+        self._state: State = state_after(form, prompt_end)
         self._after_tag = self._state != "before"
         self._held = ""
 

@@ -9,13 +9,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 from llguidance import LLMatcher
 
 from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.llm import LLM
-from jaxserve.request import RequestError, SamplingParams, StructuredSpec
+from jaxserve.request import RequestError, SamplingParams, StructuredSpec, Thoughts
 from jaxserve.runner.runner import ModelRunner, PendingStep
 from tests.conftest import ONE_CHUNK, SCARCE, SMALL_CHUNKS
 from tests.engine.test_core import add, drain, metrics
@@ -82,6 +83,23 @@ def test_penalties_biases_and_logprobs_go_together_with_a_grammar(llm, name):
     params = held("regex", "[ab]{9}", presence_penalty=1.0, repetition_penalty=1.3, bad_words=("bb",), logprobs=2)
     [choice] = model.generate([5, 6, 7], params)[0].outputs
     assert re.fullmatch("[ab]{9}", choice.text) and all(len(token.top) == 2 for token in choice.tokens)
+
+
+@DEPTHS
+def test_a_grammar_waits_for_the_end_of_thoughts(llm, depth):
+    """Which are the tokens of a plain answer up to there."""
+    model = llm("tiny-llama-3.1", async_depth=depth)
+    texts = {token: model.tokenizer.token_bytes(token) for token in range(512)}
+    allowed = tuple(token for token, text in texts.items() if re.fullmatch(rb"[ -~]+", text))
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True, allowed_token_ids=allowed)
+    [plain] = model.generate([5, 6, 7], params)[0].outputs
+    said = [texts[token] for token in plain.token_ids]
+    count = next(n for n in range(10, 60) if said[n] not in b"".join(said[:n]))
+    thoughts = Thoughts(start="<think>", end=said[count].decode(), open=True)
+    after = msgspec.structs.replace(spec("regex", "[ab]{3}-[0-9]{2}"), thoughts=thoughts)
+    [choice] = model.generate([5, 6, 7], msgspec.structs.replace(params, max_tokens=None, structured=after))[0].outputs
+    assert choice.token_ids[: count + 1] == plain.token_ids[: count + 1] and choice.finish_reason == "stop"
+    assert re.fullmatch(rb"\s*[ab]{3}-\d{2}", b"".join(map(texts.get, choice.token_ids[count + 1 :])))
 
 
 def test_an_answer_ends_where_the_grammar_ends_or_lets_it(llm):
@@ -166,8 +184,9 @@ def test_so07_prompts_in_three_chunks_give_valid_json(llm, depth):
         assert result.outputs[0].finish_reason == "stop" and valid(result.outputs[0].text)
 
 
+@pytest.mark.parametrize("rounds", [10, pytest.param(200, marks=pytest.mark.slow)])
 @DEPTHS
-def test_so08_plain_and_held_answers_never_touch_each_other(llm, depth):
+def test_so08_plain_and_held_answers_never_touch_each_other(llm, depth, rounds):
     """Eight at once, the same schema twice, half of them aborted, over and over."""
     model = llm("tiny-llama-3.1", async_depth=depth)
     plain = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -175,10 +194,10 @@ def test_so08_plain_and_held_answers_never_touch_each_other(llm, depth):
     kinds = [plain, object_only, plain, schema]
     expected = {i: answer(model, params, [9 + i % 4]) for i, params in enumerate(kinds)}
     assert valid(expected[3][0])
-    for turn in range(10):
+    for turn in range(rounds):
         ids = [add_prompt(model.engine, f"so08-{depth}-{turn}-{i}", [9 + i % 4], kinds[i % 4]) for i in range(8)]
         outputs: dict[str, list[int]] = {name: [] for name in ids}
-        for _ in range(turn):
+        for _ in range(turn % 10):
             for _, output in model.engine.step():
                 outputs[output.request_id] += output.token_ids
         gone = ids[turn % 2 :: 2][:2] + ids[4 + turn % 3 :: 3]

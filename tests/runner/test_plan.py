@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from bench.shapes import LLAMA_8B
 from jaxserve.config import EngineConfig
-from jaxserve.runner.plan import make_plan
+from jaxserve.runner.plan import BLOCKS_ROUNDED_TO, make_plan, num_blocks
 
 CPU, AMPERE, HOPPER = ("cpu", ""), ("gpu", "8.0"), ("gpu", "9.0")
 
@@ -95,3 +95,37 @@ def test_small_steps_spare_the_start_mosaic_gpu():
     plan = make_plan(EngineConfig(model="8B"), LLAMA_8B(1), *HOPPER)
     backends = {bucket.tokens: plan.prefill_backend_of(bucket) for bucket in plan.ladder.all() if bucket.prefill_rows}
     assert backends[128] == backends[256] == "triton" and backends[512] == backends[8192] == "mosaic_gpu"
+
+
+@dataclass
+class Device:
+    """A GPU of which this process may have ``limit`` bytes, and has ``used``."""
+
+    limit: int
+    used: int
+    platform: str = "gpu"
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit, "bytes_in_use": self.used}
+
+
+def test_op16_the_pool_takes_what_others_leave_or_says_what_there_is():
+    """What is in use already, parameters and programs come first. The pool is never less than nothing."""
+    model = LLAMA_8B(1)
+    options = {"model": "8B", "max_num_seqs": 256, "max_num_batched_tokens": 2048}
+    plan = make_plan(EngineConfig(**options), model, *HOPPER)
+    per_block = 2 * model.num_kv_heads * model.head_dim * plan.block_size * plan.dtype.itemsize
+    params = 2 * 2**30
+
+    def blocks(limit, used, **more):
+        return num_blocks(EngineConfig(**options, **more), plan, model, Device(limit, used), params)
+
+    alone, beside = blocks(8 * 2**30, 0), blocks(8 * 2**30, 3 * 2**30)
+    assert 0 < alone * per_block < 6 * 2**30
+    assert abs((alone - beside) * per_block - 3 * 2**30) <= BLOCKS_ROUNDED_TO * per_block
+    for used in (6 * 2**30, 9 * 2**30):
+        with pytest.raises(
+            ValueError, match=f"{8 * 2**30} bytes of device memory less {used} in use, {params} for param"
+        ):
+            blocks(8 * 2**30, used)
+    assert blocks(8 * 2**30, 9 * 2**30, kv_cache_memory=1000 * per_block) == 1000 - 1000 % BLOCKS_ROUNDED_TO

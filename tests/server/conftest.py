@@ -21,6 +21,7 @@ from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.client import EngineClient
 from jaxserve.engine.messages import ModelInfo
 from jaxserve.server.app import create_app, with_middleware
+from jaxserve.server.context import ServerContext
 from jaxserve.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.fake_engine import FakeEngine, Script
@@ -34,6 +35,7 @@ class Served:
     engine: FakeEngine
     tokenizer: Tokenizer
     client: EngineClient
+    context: ServerContext
     url: str
     http: httpx.Client
     openai: openai.OpenAI
@@ -96,7 +98,7 @@ def serve(
             ) as official,
         ):
             wait_until(lambda: http.get("/health").status_code == 200)
-            yield Served(engine, tokenizer, client, url, http, official)
+            yield Served(engine, tokenizer, client, app.state.context, url, http, official)
 
 
 @contextmanager

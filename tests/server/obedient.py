@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -16,12 +16,16 @@ from tests.fake_engine import Script
 CLOSING = (b'"', b"}", b"]")
 
 
-def obedient(tokenizer: Tokenizer, eos_id: int) -> Script:
+def obedient(tokenizer: Tokenizer, eos_id: int, begin: Sequence[int] = ()) -> Script:
+    """``begin``: tokens that each answer begins with, which its grammar must allow."""
     grammars = Grammars(lambda: tokenizer)
 
     def script(request: EngineRequest) -> Iterator[int]:
         assert request.sampling.structured is not None
         matcher = grammars.compile(request.sampling.structured).result()
+        for token in begin:
+            assert matcher.consume_token(token)
+            yield token
         rng = random.Random(request.sampling.structured.value)
         while not (matcher.is_accepting() and (matcher.is_stopped() or rng.random() < 0.3)):
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")

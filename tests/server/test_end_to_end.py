@@ -349,6 +349,7 @@ def test_st11_a_long_prompt_is_not_met_with_silence(table_model: Server) -> None
             max_tokens=10,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={"deadline_ms": 50_000},  # comments keep a silent stream open
         )
         *chunks, last = stream
     assert time.monotonic() - begin < 60

@@ -14,8 +14,9 @@ from jaxserve import config
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.server.reasoning import FORMATS, ReasoningSplitter, Thought, reasoning_format
 from jaxserve.tokenizer import Tokenizer
-from tests.server.calls import CHAT, Body, ok, post, stream
-from tests.server.conftest import Served, serve
+from tests.server.calls import CHAT, COMPLETIONS, Body, ok, plain, post, stream
+from tests.server.conftest import Served, encode_answer, serve
+from tests.server.obedient import obedient
 
 
 def split(name: str, *texts: str, prompt_end: str = "") -> tuple[str, str]:
@@ -111,3 +112,50 @@ def test_calls_after_thoughts(checkpoints: dict[str, Path], tmp_path: Path) -> N
         assert choice["finish_reason"] == "tool_calls"
         prompt = served.engine.received[0].requests[0].prompt_token_ids  # type: ignore[union-attr]
         assert tokenizer.decode(prompt).endswith("low")
+
+
+def held_answer(served: Served, says: str, **fields: Any) -> tuple[str, str]:
+    """Reasoning and content of an answer that begins with this text and goes on with what its grammar allows."""
+    served.engine.script = obedient(served.tokenizer, served.eos_id, encode_answer(served.tokenizer, says))
+    fields |= {"max_tokens": 200}
+    message = ok(post(served, CHAT, **fields))["choices"][0]["message"]
+    answer = message.get("reasoning", ""), message["content"] or ""
+    assert parts_of_stream(stream(served, CHAT, **fields)) == answer
+    return answer
+
+
+CHOICE: Body = {"structured_outputs": {"choice": ["yes", "no"]}}
+
+
+def test_a_grammar_begins_where_the_thoughts_end(thinking: Served) -> None:
+    for says, thoughts in (("<think>\nNo: yes!</think>\n\n", "No: yes!"), ("<think></think>", ""), ("", "")):
+        reasoning, content = held_answer(thinking, says, **CHOICE)
+        assert reasoning == thoughts and content in ("yes", "no")
+
+
+def test_a_model_that_always_thinks_does_so_before_a_grammar(llama_3: Tokenizer) -> None:
+    with serve(llama_3, 518, reasoning_parser="deepseek_r1") as served:
+        for says in ("Hm, yes.</think>", "<think>Hm, yes.</think>\n"):
+            reasoning, content = held_answer(served, says, **CHOICE)
+            assert reasoning == "Hm, yes." and content in ("yes", "no")
+        served.says("Hm, yes. No.", eos=False)
+        choice = ok(post(served, CHAT, max_tokens=20, **CHOICE))["choices"][0]
+        assert choice["message"]["content"] is None and choice["finish_reason"] == "length"
+        served.engine.script = obedient(served.tokenizer, 518)
+        assert plain(served, COMPLETIONS, max_tokens=20, **CHOICE)[0] in ("yes", "no"), "raw text has no thoughts"
+
+
+@pytest.mark.parametrize(("prompt_end", "says"), [("<think>\n", "Hm.</think>"), ("<think></think>\n\n", "")])
+def test_a_prompt_may_have_opened_or_closed_the_thoughts(
+    checkpoints: dict[str, Path], tmp_path: Path, prompt_end: str, says: str
+) -> None:
+    template = tmp_path / "thinking.jinja"
+    template.write_text("{{ messages }}{{ tools }}" + prompt_end.replace("\n", "{{ '\\n' }}"))
+    tokenizer = Tokenizer.load(checkpoints["tiny-llama-3.1"], template)
+    with serve(tokenizer, 518, context=1024, reasoning_parser="qwen3") as served:
+        reasoning, content = held_answer(served, says, **CHOICE)
+        assert reasoning == says.removesuffix("</think>") and content in ("yes", "no")
+        tools = [{"type": "function", "function": {"name": "f"}}]
+        served.engine.script = obedient(tokenizer, 518, encode_answer(tokenizer, says))
+        message = ok(post(served, CHAT, tools=tools, tool_choice="required", max_tokens=200))["choices"][0]["message"]
+        assert message["tool_calls"][0]["function"]["name"] == "f" and message["content"] is None

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
+import psutil
 import pytest
 
-from jaxserve import structured
 from jaxserve.engine.messages import Add
 from jaxserve.request import RequestError, StructuredSpec
-from jaxserve.server import openai
+from jaxserve.server import grammar_check
 from jaxserve.server.schemas import GenerationRequest
 from jaxserve.server.structured import structured_spec
-from jaxserve.tokenizer import Tokenizer
 from tests.server.calls import BOTH, CHAT, Body, both_ways, error_of, ok, plain, post
-from tests.server.conftest import Served, serve
+from tests.server.conftest import Served, wait_until
 from tests.server.obedient import obedient
 
 SCHEMA = {"type": "object", "properties": {"größe": {"enum": ["Fjällräv"]}}}
@@ -166,25 +166,41 @@ def test_so03_what_cannot_be_enforced_never_reaches_the_engine(
     assert not served.engine.of_kind(Add)
 
 
-def test_a_held_answer_of_a_reasoning_model_has_no_thoughts(llama_3: Tokenizer) -> None:
-    with serve(llama_3, 518, reasoning_parser="deepseek_r1") as other:
-        other.engine.script = obedient(llama_3, 518)
-        assert both_ways(other, CHAT, response_format={"type": "json_object"}, max_tokens=200)[0].startswith("{")
-
-
 def test_so03_what_takes_too_long_to_compile_is_refused_and_others_go_on(
     obeying: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = threading.Event()
-    compile_spec = structured.compile_spec
-    monkeypatch.setattr(openai, "COMPILE_SECONDS", 0.2)
-    monkeypatch.setattr(
-        structured,
-        "compile_spec",
-        lambda spec, tokenizer: ended.wait(30) if spec.value == "slow" else compile_spec(spec, tokenizer),
-    )
-    error = error_of(post(obeying, CHAT, guided_regex="slow"))
-    assert error["param"] == "guided_regex" and "too long" in error["message"]
+    """Nor does it go on burning time for nobody."""
+    monkeypatch.setattr(grammar_check, "COMPILE_SECONDS", 0.5)
+    assert plain(obeying, CHAT, guided_regex="before")[0] == "before"
+    process = grammar_process(obeying)
+    obeying.engine.received.clear()
+    begin = time.monotonic()
+    error = error_of(post(obeying, CHAT, guided_json={"type": "integer", "multipleOf": 3_000_017}))
+    assert error["param"] == "guided_json" and "too long" in error["message"]
+    assert time.monotonic() - begin < 5 and not process.is_running()
     assert not obeying.engine.of_kind(Add)
-    assert plain(obeying, CHAT, guided_regex="quick")[0] == "quick"
-    ended.set()
+    monkeypatch.undo()
+    assert plain(obeying, CHAT, guided_regex="after")[0] == "after"
+
+
+def test_so03_what_ends_the_compiler_is_refused_and_others_go_on(obeying: Served) -> None:
+    assert plain(obeying, CHAT, guided_regex="before")[0] == "before"
+    process = grammar_process(obeying)
+    process.suspend()
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(post, obeying, CHAT, guided_regex="during")
+        time.sleep(0.3)
+        process.kill()
+        error = error_of(refused.result())
+    assert error["param"] == "guided_regex" and "too large" in error["message"]
+    assert plain(obeying, CHAT, guided_regex="after")[0] == "after"
+    process = grammar_process(obeying)
+    process.kill()  # while nobody uses it
+    wait_until(lambda: process.status() == psutil.STATUS_ZOMBIE)
+    assert plain(obeying, CHAT, guided_regex="later")[0] == "later"
+
+
+def grammar_process(served: Served) -> psutil.Process:
+    process = served.context.grammar_check._process
+    assert process is not None
+    return psutil.Process(process.pid)

@@ -9,7 +9,16 @@ from litestar import Request, Response, post
 from jaxserve.request import RequestError
 from jaxserve.server import validate
 from jaxserve.server.context import context_of
-from jaxserve.server.openai import begin, check_structured, make_replies, off_loop, read_body, respond, serving
+from jaxserve.server.openai import (
+    after_thoughts,
+    begin,
+    check_structured,
+    make_replies,
+    off_loop,
+    read_body,
+    respond,
+    serving,
+)
 from jaxserve.server.responses.conversion import chat_request, renamed
 from jaxserve.server.responses.dialect import ResponsesDialect
 from jaxserve.server.responses.schemas import ResponsesRequest
@@ -31,11 +40,12 @@ async def responses(request: Request[Any, Any, Any]) -> Response[Any]:
                 "log-probabilities cannot be told apart with tools or a reasoning parser.", param="include"
             )
         sampling = validate.chat_sampling(chat, context.config, context.defaults, tools.structured)
-        await check_structured(context, sampling)
         prompt = await off_loop(request, lambda: validate.chat_prompt(chat, context.tokenizer, tools.tools))
+        sampling = after_thoughts(context, sampling, prompt)
+        await check_structured(context, sampling)
         shown = {*tools.special_tokens, *context.reasoning_tags}
         generation = begin(context, "resp", chat, [prompt], sampling, chat=True, shown=shown)
     except RequestError as error:
         raise renamed(error) from None
-    dialect = ResponsesDialect(generation, body, make_replies(context, chat, tools, prompt, sampling))
+    dialect = ResponsesDialect(generation, body, make_replies(context, chat, tools, prompt))
     return await respond(request, context, chat, dialect)
