@@ -108,12 +108,13 @@ def show_swap(engine: EngineCore, lengths: list[int]) -> None:
 
 
 def show_decoding_meanwhile(engine: EngineCore, decoding: int, length: int) -> None:
-    """Swaps a sequence out before one step, and in again a few steps later, over and over."""
+    """Swaps a sequence out before one step, fetches it a few steps later, and swaps it in when it is there; over and
+    over."""
     runner = engine.runner
     assert runner.swapper is not None
     count = min(-(-length // runner.plan.block_size), runner.swapper.num_blocks)
     blocks = list(range(engine.scheduler.kv.pool.num_usable - count + 1, engine.scheduler.kv.pool.num_usable + 1))
-    print(f"\nsteps of {decoding} decoding sequences, ms, alone and while {count} blocks go out and in every 8 steps")
+    print(f"\nsteps of {decoding} decoding sequences, ms, alone and while {count} blocks go out and in")
     print(f"{'':>16} {'p50':>8} {'p99':>8} {'worst':>8}")
     for name, swapping in (("alone", False), ("swapping", True)):
         params = SamplingParams(temperature=0.0, max_tokens=240, ignore_eos=True)
@@ -121,12 +122,15 @@ def show_decoding_meanwhile(engine: EngineCore, decoding: int, length: int) -> N
             for request in make_requests(f"{name}-{index}", [10 + index] * 200, params, engine.info):
                 engine.add_request(request)
         engine.events.clear()
-        steps, handle = 0, None
+        steps, handle, arriving = 0, None, None
         while engine.has_work():
-            if swapping and steps % 8 == 0:
+            if swapping and handle is None and steps % 4 == 0:
                 handle = runner.swap_out(blocks)
-            elif swapping and steps % 8 == 4 and handle is not None:
-                runner.swap_in(handle, blocks)
+            elif handle is not None and arriving is None and steps % 4 == 0:
+                arriving = runner.fetch(handle)
+            elif handle is not None and arriving is not None and all(array.is_ready() for array in arriving):
+                runner.swap_in(handle, blocks, arriving)
+                handle = arriving = None
             engine.step()
             steps += 1
         ends = [e.collected for e in engine.events if len(e.decode_requests) == decoding and not e.prefill_requests]

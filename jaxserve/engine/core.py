@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -18,6 +18,7 @@ from jaxserve.engine.deadlines import Deadlines
 from jaxserve.engine.events import StepEvent, step_event
 from jaxserve.engine.messages import DEADLINE, ModelInfo, TokenOutput
 from jaxserve.engine.replies import ending, new_tokens
+from jaxserve.engine.swapping import SwappingRunner, Swaps
 from jaxserve.engine.throughput import Throughput
 from jaxserve.metrics import Metrics
 from jaxserve.models.config import load_model_config
@@ -25,12 +26,10 @@ from jaxserve.request import EngineRequest, FinishReason, Request, RequestError,
 from jaxserve.runner import compiles
 from jaxserve.runner.plan import Plan
 from jaxserve.runner.runner import ModelRunner, PendingStep, RowOutput
-from jaxserve.runner.swap import SWAP_BLOCKS, SwapHandle, Swapper
 from jaxserve.scheduling.draft import SchedulerLimits
 from jaxserve.scheduling.kv_manager import KVManager
 from jaxserve.scheduling.schedule import SchedulerOutput
 from jaxserve.scheduling.scheduler import Scheduler, SchedulingPolicy
-from jaxserve.scheduling.swap_space import SwapSpace
 from jaxserve.structured import Grammars
 from jaxserve.tokenizer import Tokenizer
 
@@ -39,19 +38,13 @@ logger = logging.getLogger(__name__)
 EVENTS_KEPT = 1024
 
 
-class Runner(Protocol):
+class Runner(SwappingRunner, Protocol):
     """What the engine needs of a runner; ``ModelRunner`` is the real one."""
 
     plan: Plan
     num_blocks: int
-    swapper: Swapper | None
-    """Room in host memory, for ``swap_out`` and ``swap_in``."""
 
     def submit(self, schedule: SchedulerOutput, *, masked: bool = False) -> PendingStep: ...
-
-    def swap_out(self, block_ids: Sequence[int]) -> SwapHandle: ...
-
-    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int]) -> None: ...
 
 
 class ClientOutput(NamedTuple):
@@ -86,6 +79,7 @@ class EngineCore:
     ) -> None:
         plan = runner.plan
         self.runner = runner
+        self._swaps = Swaps(runner)
         self.scheduler = Scheduler(
             SchedulerLimits(
                 max_num_seqs=plan.max_num_seqs,
@@ -96,7 +90,7 @@ class EngineCore:
             ),
             KVManager(runner.num_blocks, plan.block_size, prefix_caching=prefix_caching, window=window),
             policy,
-            self._make_swap_space(runner),
+            self._swaps.make_space(),
         )
         max_kv_tokens = self.scheduler.kv.pool.num_usable * plan.block_size
         if window is not None and max_kv_tokens >= window + plan.max_num_batched_tokens + 2 * plan.block_size:
@@ -128,8 +122,6 @@ class EngineCore:
         self._eos_ids = eos_ids
         self._depth = plan.async_depth
         self._pending: deque[_Submitted] = deque()
-        self._swapped: dict[str, SwapHandle] = {}
-        """What waiting requests have in host memory."""
         self.throughput = Throughput()
         self._deadlines = Deadlines()
         self._groups: dict[str, set[str]] = {}
@@ -163,11 +155,6 @@ class EngineCore:
             window=None if None in model.windows else max(w for w in model.windows if w),
             policy=config.scheduling_policy,
         )
-
-    @staticmethod
-    def _make_swap_space(runner: Runner) -> SwapSpace | None:
-        host = runner.swapper
-        return None if host is None else SwapSpace(host.num_blocks, SWAP_BLOCKS, host.seconds_per_program)
 
     def has_work(self) -> bool:
         """Whether ``step()`` has anything to do."""
@@ -232,7 +219,7 @@ class EngineCore:
                 break
             now = time.monotonic()
             self._mark_admitted(schedule, now)
-            self._swap(schedule)
+            self._swaps.run(schedule)
             step = self.runner.submit(schedule, masked=self._constraints.bind(schedule))
             self._pending.append(_Submitted(step, now, now - start, time.monotonic() - now))
             self._sample_first()
@@ -263,15 +250,9 @@ class EngineCore:
             outputs.append(ClientOutput(request.client, ending(request, error=error)))
         return outputs
 
-    def _swap(self, schedule: SchedulerOutput) -> None:
-        for swap in schedule.swap_out:
-            self._swapped[swap.request_id] = self.runner.swap_out(swap.block_ids)
-        for swap in schedule.swap_in:
-            self.runner.swap_in(self._swapped.pop(swap.request_id), swap.block_ids)
-
     def _check_stalled(self) -> None:
         """Requests wait, and nothing is in flight whose end could change anything: that must not happen."""
-        if not self.scheduler.waiting or self._constraints.wait():
+        if not self.scheduler.waiting or self._constraints.wait() or self._swaps.wait():
             return
         if not self.stalled:
             logger.error("no request can be admitted, and nothing runs: %s", self.scheduler.why_waiting())
@@ -357,7 +338,7 @@ class EngineCore:
             self._generated += output_tokens
         self.metrics.finished(request, output_tokens)
         self.throughput.finished(output_tokens)
-        self._swapped.pop(request.request_id, None)
+        self._swaps.forget(request.request_id)
         self._constraints.forget(request.request_id)
         self._deadlines.forget(request.request_id)
         group = self._groups[request.group]

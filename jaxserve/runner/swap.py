@@ -1,16 +1,18 @@
 """KV blocks to pinned host memory and back, in two programs of ``SWAP_BLOCKS`` blocks each.
 
 A gather collects blocks in one array on the device, whose way to the host, and later back, is a plain copy beside the
-programs of later steps. Order is kept by the arrays alone: the gather reads the cache as the steps submitted before
-leave it, and whatever is submitted afterwards may overwrite the blocks.
+programs of later steps; a scatter puts them into the cache. Order is kept by the arrays alone: the gather reads the
+cache as the steps submitted before leave it, and whatever is submitted afterwards may overwrite the blocks.
 """
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import ref
 
 import jax
 import jax.numpy as jnp
@@ -27,15 +29,18 @@ Array = jax.Array
 SwapHandle = list[Array]
 """Blocks in host memory, SWAP_BLOCKS an array ``[layers, 2, SWAP_BLOCKS, B, K, D]``; dropping it frees them."""
 
+Arriving = Sequence[Array]
+"""The first arrays of a handle on their way to the device."""
+
 SWAP_BLOCKS = 64
-IN_FLIGHT = 2
-"""Programs whose blocks may lie gathered on the device at a time: the memory for them is set aside."""
+IN_FLIGHT = 8
+"""Programs whose blocks may lie on the device, each way, beside the cache: the memory for them is set aside."""
 _SPEC = P(None, None, *CACHE_SPEC)
 
 
 def reserved_bytes(block_bytes: int) -> int:
     """Device memory for blocks on their way, gathered and while they are being put together."""
-    return 2 * IN_FLIGHT * SWAP_BLOCKS * block_bytes
+    return (2 * IN_FLIGHT + 2) * SWAP_BLOCKS * block_bytes
 
 
 def host_bytes(cache: KVCache, num_blocks: int) -> int:
@@ -63,24 +68,32 @@ class Swapper:
         self._gather: Any = gather.lower(cache, ids).compile()  # type: ignore[attr-defined]
         self._scatter: Any = jax.jit(_scatter, donate_argnums=0).lower(cache, ids, blocks).compile()
         check_aliased(self._scatter, cache, "the program that swaps in")
+        self._leaving: deque[ref[Array]] = deque()
+        """What is on its way to the host; whoever ended meanwhile does not wait for it."""
 
     def swap_out(self, cache: KVCache, block_ids: Sequence[int]) -> SwapHandle:
         """Begins to copy these blocks to the host."""
         handle: SwapHandle = []
         for start in range(0, len(block_ids), SWAP_BLOCKS):
-            if len(handle) % IN_FLIGHT == 0:
-                jax.block_until_ready(handle)
+            if len(self._leaving) == IN_FLIGHT:
+                jax.block_until_ready(self._leaving.popleft()())
             gathered = self._gather(cache, self._padded(block_ids[start : start + SWAP_BLOCKS]))
             handle.append(jax.device_put(gathered, self._on_host))
+            self._leaving.append(ref(handle[-1]))
         return handle
 
-    def swap_in(self, cache: KVCache, handle: SwapHandle, block_ids: Sequence[int]) -> KVCache:
-        """Begins to copy them back into blocks of these numbers; the cache is donated."""
+    def fetch(self, handle: SwapHandle) -> Arriving:
+        """Begins to copy blocks back to the device, as many as there is memory for beside the cache."""
+        return [jax.device_put(blocks, self._on_device) for blocks in handle[:IN_FLIGHT]]
+
+    def swap_in(self, cache: KVCache, handle: SwapHandle, block_ids: Sequence[int], arriving: Arriving = ()) -> KVCache:
+        """Begins to put them into blocks of these numbers; the cache is donated."""
         for index, blocks in enumerate(handle):
-            if index and index % IN_FLIGHT == 0:
+            if index >= max(IN_FLIGHT, len(arriving)):
                 jax.block_until_ready(cache)
+            on_device = arriving[index] if index < len(arriving) else jax.device_put(blocks, self._on_device)
             ids = self._padded(block_ids[index * SWAP_BLOCKS : (index + 1) * SWAP_BLOCKS])
-            cache = self._scatter(cache, ids, jax.device_put(blocks, self._on_device))
+            cache = self._scatter(cache, ids, on_device)
         return cache
 
     def warm_up(self, cache: KVCache) -> KVCache:

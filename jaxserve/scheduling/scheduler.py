@@ -223,6 +223,8 @@ class Scheduler:
         """Whether there is room for all of its tokens, though this step may compute a part, and for the blocks that
         those who run need next: else somebody would be preempted soon. A request that was preempted before waits for
         more room: each time, the others must grow twice as far until it can happen again."""
+        if request.num_swapped_blocks and self.swap is not None and not self.swap.arrived(request.request_id):
+            return False
         spare = self.kv.blocks_for(len(self.running)) << min(request.num_preemptions, 32)
         brought = request.num_swapped_blocks or len(cached)
         return brought <= draft.cached_blocks and self.kv.fits(self._tokens_to_hold(request, cached), cached, spare)

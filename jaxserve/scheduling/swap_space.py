@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 COST_WEIGHT = 0.1
 """Of a new measurement against all before."""
 
@@ -10,11 +12,19 @@ class SwapSpace:
     """Counts blocks; which lies where is the runner's business. Blocks move ``blocks_per_program`` at a time, and take
     that much room."""
 
-    def __init__(self, num_blocks: int, blocks_per_program: int, seconds_per_program: float) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        blocks_per_program: int,
+        seconds_per_program: float,
+        arrived: Callable[[str], bool] = lambda request_id: True,
+    ) -> None:
         self.num_blocks = num_blocks
         self.num_free = num_blocks
         self.seconds_per_token = 0.0
         """To compute a token again, as measured lately; nothing is swapped until that is known."""
+        self.arrived = arrived
+        """Whether the blocks of a request that is to be admitted are near; if not, they soon are."""
         self._blocks_per_program = blocks_per_program
         self._seconds_per_program = seconds_per_program
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxserve.models.kv_cache import cache_shapes
-from jaxserve.runner import compiles
+from jaxserve.runner import compiles, swap
 from jaxserve.runner.swap import SWAP_BLOCKS, Swapper, host_bytes
 
 
@@ -19,8 +19,9 @@ def parts(llm):
     return shapes, runner._mesh
 
 
+@pytest.mark.parametrize("fetched", [False, True])
 @pytest.mark.parametrize("count", [1, SWAP_BLOCKS, SWAP_BLOCKS + 5])
-def test_blocks_come_back_elsewhere_and_nothing_else_changes(parts, count):
+def test_blocks_come_back_elsewhere_and_nothing_else_changes(parts, count, fetched):
     shapes, mesh = parts
     swapper = Swapper(shapes, mesh, host_bytes(shapes, 2 * SWAP_BLOCKS))
     assert swapper.num_blocks == 2 * SWAP_BLOCKS
@@ -31,7 +32,8 @@ def test_blocks_come_back_elsewhere_and_nothing_else_changes(parts, count):
     compiled = compiles.total()
     handle = swapper.swap_out(cache, source)
     assert all(part.sharding.memory_kind == "pinned_host" for part in handle)
-    cache = swapper.swap_in(cache, handle, target)
+    arriving = swapper.fetch(handle) if fetched else []
+    cache = swapper.swap_in(cache, handle, target, arriving)
     assert compiles.total() == compiled
     for array, old in zip((a for layer in cache for a in layer), before, strict=True):
         expected = old.copy()
@@ -54,6 +56,22 @@ def test_swapping_in_updates_the_cache_in_place_and_warming_up_changes_nothing(p
     for array, old in zip((a for layer in warm for a in layer), before, strict=True):
         np.testing.assert_array_equal(array, old)
     assert swapper.seconds_per_program > 0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_more_blocks_than_may_be_on_their_way_come_back_too(parts, monkeypatch, in_flight):
+    monkeypatch.setattr(swap, "IN_FLIGHT", in_flight)
+    shapes, mesh = parts
+    swapper = Swapper(shapes, mesh, host_bytes(shapes, 3 * SWAP_BLOCKS))
+    cache = filled(shapes, mesh)
+    before = [np.array(array) for layer in cache for array in layer]
+    ids = list(range(1, 3 * SWAP_BLOCKS + 1))
+    handle = swapper.swap_out(cache, ids)
+    arriving = swapper.fetch(handle)
+    assert len(handle) == 3 and len(arriving) == in_flight
+    cache = swapper.swap_in(cache, handle, ids[::-1], arriving)
+    for array, old in zip((a for layer in cache for a in layer), before, strict=True):
+        np.testing.assert_array_equal(np.asarray(array)[ids[::-1]], old[ids])
 
 
 def test_too_little_space_holds_nothing(parts):

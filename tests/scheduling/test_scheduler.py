@@ -344,6 +344,19 @@ def test_a_victim_is_swapped_where_that_is_cheaper_and_goes_on_where_it_was():
     assert step.rows[0].new_blocks == b.block_ids and scheduler.swap.num_free == 16
 
 
+def test_who_was_swapped_out_is_admitted_when_its_blocks_are_near():
+    scheduler = make_swapping_scheduler(num_blocks=1 + 5)
+    asked = []
+    scheduler.swap.arrived = lambda request_id: asked.append(request_id) or len(asked) > 2
+    for name in "ab":
+        scheduler.add(make_request(8, max_tokens=8, request_id=name))
+    while scheduler.get("a"):
+        run_step(scheduler)
+    asked.clear()
+    assert scheduler.schedule() is None and scheduler.schedule() is None, "on their way"
+    assert [s.request_id for s in run_step(scheduler).swap_in] == ["b"] and asked == ["b"] * 3
+
+
 def test_short_sequences_and_a_full_host_are_computed_again():
     swap = SwapSpace(num_blocks=16, blocks_per_program=4, seconds_per_program=1.0)
     assert not swap.pays(1, 1000), "nobody knows yet what a token costs"
