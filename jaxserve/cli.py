@@ -168,8 +168,8 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-seqs", type=_count, metavar="N", help="sequences at once [CPU 16, GPU 256]")
     group.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="tokens a step [CPU 512, GPU 8192]")
     group.add_argument(
-        "--prefill-chunk-tokens", type=_sizes, metavar="LOW,HIGH",
-        help="prompt tokens a step while sequences decode: LOW where few wait, up to HIGH [CPU no limit, GPU 384,1792]",
+        "--prefill-chunk-tokens", type=_chunk, metavar="LOW,HIGH|all",
+        help="prompt tokens a step while sequences decode: LOW where few wait, up to HIGH [CPU all, GPU 384,1792]",
     )  # fmt: skip
     group.add_argument(
         "--scheduling-policy", choices=("fcfs", "priority"), help="order of admission: by arrival or by priority [fcfs]"
@@ -257,6 +257,10 @@ def _count(text: str) -> int:
         return int(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number such as 8192, 8k or 2GiB") from None
+
+
+def _chunk(text: str) -> tuple[int, ...] | str:
+    return text if text == "all" else _sizes(text)
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -45,9 +45,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Prompt and answer together; None: what the model was made for; auto: that, or what the KV pool holds."""
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
-    prefill_chunk_tokens: tuple[int, int] | None = None
+    prefill_chunk_tokens: tuple[int, int] | Literal["all"] | None = None
     """Prompt tokens of a step while sequences decode: the first where few wait, up to the second where many do, and a
-    little more where that fills a token bucket. None: by device."""
+    little more where that fills a token bucket; all: what max_num_batched_tokens has room for. None: by device."""
     block_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int | None = None
@@ -91,7 +91,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if isinstance(value, int) and value < 1:
                 raise ValueError(f"{flag} must be at least 1, got {value}")
-        if (chunk := self.prefill_chunk_tokens) is not None and not (len(chunk) == 2 and 1 <= chunk[0] <= chunk[1]):
+        chunk = self.prefill_chunk_tokens
+        if isinstance(chunk, tuple) and not (len(chunk) == 2 and 1 <= chunk[0] <= chunk[1]):
             raise ValueError(f"--prefill-chunk-tokens must be two sizes, the smaller one first, got {chunk}")
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ValueError(f"--block-size must be 8, 16, 32, 64 or 128, got {self.block_size}")

@@ -8,10 +8,14 @@ of its own within the graph; JAXSERVE_TRITON=jax_triton in the environment choos
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -54,16 +58,14 @@ def triton_call(
     refs = {n: v for n, v in values.items() if n in types and isinstance(jax.typeof(v), AbstractRef)}
     arrays = {n: refs[n][...] if n in refs else values[n] for n in types if n not in names[len(operands) :]}
     changed = [jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in refs]
-    name, module = _triton_ir(
-        kernel, tuple(types.items()), tuple(constants.items()), tuple(refs), num_warps, num_stages
-    )
+    module = _triton_ir(kernel, tuple(types.items()), tuple(constants.items()), tuple(refs), num_warps, num_stages)
     got = jax.ffi.ffi_call(
         "__gpu$xla.gpu.triton",
         [*results, *changed],
         input_output_aliases={list(arrays).index(n): len(results) + i for i, n in enumerate(refs)},
     )(
         *arrays.values(),
-        name=name, ir=module, debug=False, num_warps=np.int32(num_warps), num_stages=np.int32(num_stages),
+        name=kernel.__name__, ir=module, debug=False, num_warps=np.int32(num_warps), num_stages=np.int32(num_stages),
         **{f"grid_{axis}": np.int32(size) for axis, size in zip("xyz", (*grid, 1, 1), strict=False)},
     )  # fmt: skip
     for ref, value in zip(refs.values(), got[len(results) :], strict=True):
@@ -83,8 +85,32 @@ def _triton_ir(
     in_place: tuple[str, ...],
     num_warps: int,
     num_stages: int,
-) -> tuple[str, str]:
-    """The kernel's name and its module as text."""
+) -> str:
+    """The kernel's module as text, kept beside XLA's compiled programs: a program is looked up there by its kernels,
+    and making them takes longer than the rest of the way there."""
+    if not jax.config.jax_compilation_cache_dir:
+        return _make_ir(kernel, types, constants, in_place, num_warps, num_stages)
+    what = (triton.__version__, kernel.cache_key, types, constants, in_place, num_warps, num_stages)
+    folder = Path(jax.config.jax_compilation_cache_dir) / "triton"
+    path = folder / f"{kernel.__name__}-{hashlib.sha256(repr(what).encode()).hexdigest()}.ttir"
+    with suppress(FileNotFoundError):
+        return path.read_text(encoding="utf-8")
+    module = _make_ir(kernel, types, constants, in_place, num_warps, num_stages)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
+        file.write(module)
+    os.replace(file.name, path)  # whole, or not at all
+    return module
+
+
+def _make_ir(
+    kernel: Any,
+    types: tuple[tuple[str, str], ...],
+    constants: tuple[tuple[str, Any], ...],
+    in_place: tuple[str, ...],
+    num_warps: int,
+    num_stages: int,
+) -> str:
     backend = triton.compiler.make_backend(TARGET)
     options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
     context = ir.context()
@@ -98,7 +124,7 @@ def _triton_ir(
         TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
     )
     module = backend.make_ttir(module, {}, options, TARGET.arch)  # inlines: XLA takes no calls within reductions
-    return source.name, _with_aliases(module.str_nodebug(), [[n for n, _ in types].index(n) for n in in_place])
+    return _with_aliases(module.str_nodebug(), [[n for n, _ in types].index(n) for n in in_place])
 
 
 def _with_aliases(module: str, in_place: list[int]) -> str:

@@ -64,9 +64,10 @@ class RequestOutput:
 class LLM:
     """A model, loaded and compiled, without a server.
 
-    ``model`` is a directory in HuggingFace layout, or "demo"; further options are those of ``EngineConfig``. Raises
-    ``CheckpointError`` or ``ValueError``, one line each, for what the caller can mend. ``engine`` may be stepped by
-    hand; ``generate`` and ``chat`` step it until their answers are complete.
+    ``model`` is a directory in HuggingFace layout, or "demo"; further options are those of ``EngineConfig``, of which
+    ``prefill_chunk_tokens`` is "all" by default. Raises ``CheckpointError`` or ``ValueError``, one line each, for what
+    the caller can mend. ``engine`` may be stepped by hand; ``generate`` and ``chat`` step it until their answers are
+    complete.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class LLM:
         **options: Any,
     ) -> None:
         try:
-            self.config = msgspec.convert({"model": str(model), **options}, EngineConfig)
+            # Nobody reads along, whom a long step would keep waiting.
+            defaults = {"model": str(model), "prefill_chunk_tokens": "all"}
+            self.config = msgspec.convert(defaults | options, EngineConfig)
         except msgspec.ValidationError as error:
             raise ValueError(str(error)) from None
         backend.configure(self.config)

@@ -83,6 +83,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
     if ladder.token_sizes[-1] != budget:
         raise ValueError(f"--token-buckets must end with --max-num-batched-tokens ({budget}), got {tokens}")
     dtype = _dtype(config, model, on_gpu)
+    chunk = config.prefill_chunk_tokens
     backend, prefill_backend = _backends(config, model, dtype, on_gpu, compute_capability)
     return Plan(
         dtype=dtype,
@@ -96,8 +97,8 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         linear_backend=_linear_backend(config, on_gpu, compute_capability),
         prefill_backend=prefill_backend,
         # Not on a CPU, unless asked for: it has few sizes, far apart, and no time to lose on reading weights twice.
-        step_sizes=ladder.token_sizes if on_gpu or config.prefill_chunk_tokens else (),
-        chunk_tokens=config.prefill_chunk_tokens or GPU_CHUNK_TOKENS,
+        step_sizes=ladder.token_sizes if on_gpu or isinstance(chunk, tuple) else (),
+        chunk_tokens=(budget, budget) if chunk == "all" else chunk or GPU_CHUNK_TOKENS,
         async_depth=config.async_depth or (2 if on_gpu else 1),
         max_logprobs=min(config.max_logprobs, model.vocab_size),
     )

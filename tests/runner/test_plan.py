@@ -77,6 +77,8 @@ def test_products_that_only_hopper_has_are_refused(device):
         (HOPPER, {}, (128, 256, 512, 768, 1024, 2048, 4096, 8192), (384, 1792)),
         (HOPPER, {"max_num_batched_tokens": 512}, (128, 256, 512), (384, 1792)),
         (CPU, {}, (), (384, 1792)),
+        (HOPPER, {"max_num_batched_tokens": 256, "prefill_chunk_tokens": "all"}, (128, 256), (256, 256)),
+        (CPU, {"prefill_chunk_tokens": "all"}, (), (512, 512)),
         (CPU, {"prefill_chunk_tokens": (64, 128)}, (32, 128, 512), (64, 128)),
     ],
 )
