@@ -44,7 +44,7 @@ class Draft:
     def shorten(self, prompt_tokens: int) -> None:
         """Leave room for a part of the ``prompt_tokens`` that are to be computed. Sequences that decode, which are in
         already, wait for them: the fewer there are, the shorter the step. And rather than pad much, a step is of the
-        next smaller size, and another one computes the rest."""
+        next smaller size, if that holds most of them, and another one computes the rest."""
         sizes, decoding = self._limits.step_sizes, len(self.counts)
         if not (sizes and prompt_tokens):
             return
@@ -53,7 +53,7 @@ class Draft:
             prompt_tokens = min(prompt_tokens, max(low, min(high, prompt_tokens // PROMPT_STEPS)))
         wanted = decoding + prompt_tokens
         place = min(bisect_left(sizes, wanted), len(sizes) - 1)
-        if place and wanted < sizes[place] * 3 // 4 and sizes[place - 1] > decoding:
+        if place and wanted < sizes[place] * 3 // 4 and sizes[place - 1] - decoding >= prompt_tokens // 2:
             place -= 1
         self.budget = max(0, min(self.budget, sizes[place] - decoding))
 

@@ -54,6 +54,17 @@ def test_steps_are_short_while_sequences_decode_and_longer_the_more_prompt_token
     assert sorted(sizes, reverse=True) == sizes
 
 
+def test_the_rest_of_a_prompt_is_computed_at_once_beside_many_that_decode():
+    """Where the next smaller size has room for a token or two, it takes them all to come to an end."""
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=8, budget=64, prefill_rows=8, **SIZES)
+    for _ in range(7):
+        scheduler.add(make_request(2, 50))
+    run_step(scheduler)
+    scheduler.add(make_request(4, request_id="late"))
+    step = run_step(scheduler)
+    assert len(step.decode) == 7 and sizes(step)["late"] == 4
+
+
 @pytest.mark.parametrize(("prompt", "sizes"), [(100, [64, 32, 4]), (40, [32, 8]), (60, [60]), (11, [8, 3]), (5, [5])])
 def test_where_nobody_decodes_steps_are_as_large_as_pads_little(prompt, sizes):
     scheduler = make_scheduler(num_blocks=400, budget=64, **SIZES)
