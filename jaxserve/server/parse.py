@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -69,10 +70,11 @@ def _integral(value: Any) -> Any:
     return int(value) if isinstance(value, float) and abs(value) < 2**64 and value.is_integer() else value
 
 
-def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:  # more would only be echoed
-        raise ValueError(f"a whole number has more than {MAX_DIGITS} digits")
-    return int(digits)
+def _integer(digits: str) -> int | float:
+    """A float for more digits than any limit has: none of its field's, which says so in few words."""
+    if len(digits) <= MAX_DIGITS:
+        return int(digits)
+    return max(-sys.float_info.max, min(sys.float_info.max, float(digits)))
 
 
 def _decode(body: bytes) -> dict[str, Any]:
