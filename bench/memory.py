@@ -92,11 +92,19 @@ def show_swap(engine: EngineCore, lengths: list[int]) -> None:
     print("\na sequence to host memory and back, ms, beside computing its tokens again")
     print(f"{'tokens':>8} {'out':>8} {'in':>8} {'computing':>10}")
     runner, block_size = engine.runner, engine.runner.plan.block_size
+    swapper = runner.swapper
+    assert swapper is not None
     for length in lengths:
         blocks = list(range(1, 1 + -(-length // block_size)))
-        assert runner.swapper is not None and len(blocks) <= runner.swapper.num_blocks, "--swap-space is too small"
-        out = _median(lambda blocks=blocks: jax.block_until_ready(runner.swap_out(blocks)))
-        handle = runner.swap_out(blocks)
+        assert len(blocks) <= swapper.num_blocks, "--swap-space is too small"
+
+        def swap_out(blocks: list[int] = blocks) -> list[jax.Array]:
+            handle = runner.swap_out(blocks)
+            swapper.settle()
+            return handle
+
+        out = _median(swap_out)
+        handle = swap_out()
 
         def swap_in(handle: list[jax.Array] = handle, blocks: list[int] = blocks) -> None:
             runner.swap_in(handle, blocks)
@@ -108,8 +116,7 @@ def show_swap(engine: EngineCore, lengths: list[int]) -> None:
 
 
 def show_decoding_meanwhile(engine: EngineCore, decoding: int, length: int) -> None:
-    """Swaps a sequence out before one step, fetches it a few steps later, and swaps it in when it is there; over and
-    over."""
+    """Swaps a sequence out, fetches it, and swaps it in when it is there; over and over."""
     runner = engine.runner
     assert runner.swapper is not None
     count = min(-(-length // runner.plan.block_size), runner.swapper.num_blocks)
@@ -122,21 +129,23 @@ def show_decoding_meanwhile(engine: EngineCore, decoding: int, length: int) -> N
             for request in make_requests(f"{name}-{index}", [10 + index] * 200, params, engine.info):
                 engine.add_request(request)
         engine.events.clear()
-        steps, handle, arriving = 0, None, None
+        handle: list[jax.Array] = []
+        arriving: list[jax.Array] = []
         while engine.has_work():
-            if swapping and handle is None and steps % 4 == 0:
-                handle = runner.swap_out(blocks)
-            elif handle is not None and arriving is None and steps % 4 == 0:
-                arriving = runner.fetch(handle)
-            elif handle is not None and arriving is not None and all(array.is_ready() for array in arriving):
+            if swapping and not handle:
+                handle, arriving = runner.swap_out(blocks), []
+            elif swapping and _on_host(handle) and runner.swapper.fetch(handle, arriving):
                 runner.swap_in(handle, blocks, arriving)
-                handle = arriving = None
+                handle = []
             engine.step()
-            steps += 1
         ends = [e.collected for e in engine.events if len(e.decode_requests) == decoding and not e.prefill_requests]
         gaps = np.diff(ends) * 1000
         p50, p99 = np.percentile(gaps, (50, 99))
         print(f"{name:>16} {p50:>8.2f} {p99:>8.2f} {gaps.max():>8.2f}", flush=True)
+
+
+def _on_host(handle: list[jax.Array]) -> bool:
+    return all(array.sharding.memory_kind == "pinned_host" for array in handle)
 
 
 def _median(work: Callable[[], object], times: int = 5) -> float:

@@ -212,6 +212,7 @@ class EngineCore:
     def step(self) -> list[ClientOutput]:
         """Submit steps up to the asynchronous depth, collect the oldest, and return what it gave."""
         ended = self._expire() + self._release()
+        self._swaps.advance()
         while len(self._pending) < self._depth:
             start = time.monotonic()
             schedule = self.scheduler.schedule()

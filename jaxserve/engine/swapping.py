@@ -7,20 +7,18 @@ from typing import Protocol
 
 import jax
 
-from jaxserve.runner.swap import SWAP_BLOCKS, Arriving, SwapHandle, Swapper
+from jaxserve.runner.swap import SWAP_BLOCKS, SwapHandle, Swapper
 from jaxserve.scheduling.schedule import SchedulerOutput
 from jaxserve.scheduling.swap_space import SwapSpace
 
 
 class SwappingRunner(Protocol):
     swapper: Swapper | None
-    """Room in host memory, for the rest; None: there is none, and the rest is never called."""
+    """Room in host memory; None: there is none, and the rest is never called."""
 
     def swap_out(self, block_ids: Sequence[int]) -> SwapHandle: ...
 
-    def fetch(self, handle: SwapHandle) -> Arriving: ...
-
-    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int], arriving: Arriving = ()) -> None: ...
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int], arriving: Sequence[jax.Array] = ()) -> None: ...
 
 
 class Swaps:
@@ -32,7 +30,7 @@ class Swaps:
         self._on_host: dict[str, SwapHandle] = {}
         self._next = ""
         """The request whose blocks are on their way …"""
-        self._arriving: Arriving = []
+        self._arriving: list[jax.Array] = []
         """… and these."""
 
     def make_space(self) -> SwapSpace | None:
@@ -49,26 +47,28 @@ class Swaps:
             self._runner.swap_in(self._on_host[swap.request_id], swap.block_ids, arriving)
             self.forget(swap.request_id)
 
+    def advance(self) -> None:
+        """Once a step: a little more goes to the host."""
+        if self._runner.swapper is not None:
+            self._runner.swapper.advance()
+
     def arrived(self, request_id: str) -> bool:
-        """Whether the blocks of a request that is to be admitted are on the device; if not, they are on their way."""
+        """Whether the blocks of a request that is to be admitted are on the device; if not, a few more are fetched."""
         if request_id not in self._on_host:
             return True  # they have not left yet
         if request_id != self._next:
-            self._next, self._arriving = request_id, self._runner.fetch(self._on_host[request_id])
-        return _are_ready(self._arriving)
+            self._next, self._arriving = request_id, []
+        assert self._runner.swapper is not None
+        return self._runner.swapper.fetch(self._on_host[request_id], self._arriving)
 
     def wait(self) -> bool:
-        """Wait for blocks on their way; False if there are none."""
-        if _are_ready(self._arriving):
+        """Wait for blocks on their way; False if all are there."""
+        if not self._next:
             return False
         jax.block_until_ready(self._arriving)
-        return True
+        return not self.arrived(self._next)
 
     def forget(self, request_id: str) -> None:
-        self._on_host.pop(request_id, None)
+        self._on_host.pop(request_id, []).clear()
         if request_id == self._next:
             self._next, self._arriving = "", []
-
-
-def _are_ready(arrays: Arriving) -> bool:
-    return all(array.is_ready() for array in arrays)  # type: ignore[attr-defined]

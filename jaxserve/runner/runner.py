@@ -30,7 +30,7 @@ from jaxserve.runner.plan import make_plan, num_blocks
 from jaxserve.runner.programs import ProgramBuilder, Programs
 from jaxserve.runner.prompt_rows import PendingPrompts, PromptResult
 from jaxserve.runner.sampler import FAULTS, NON_FINITE, VARIANTS, Kind, SamplerVariant, split_result
-from jaxserve.runner.swap import Arriving, SwapHandle, Swapper, reserved_bytes
+from jaxserve.runner.swap import SwapHandle, Swapper, reserved_bytes
 from jaxserve.scheduling.schedule import SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -274,12 +274,7 @@ class ModelRunner:
         assert self.swapper is not None
         return self.swapper.swap_out(self._cache, block_ids)
 
-    def fetch(self, handle: SwapHandle) -> Arriving:
-        """Begin to bring blocks to the device, beside whatever runs there."""
-        assert self.swapper is not None
-        return self.swapper.fetch(handle)
-
-    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int], arriving: Arriving = ()) -> None:
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int], arriving: Sequence[jax.Array] = ()) -> None:
         """Put them into blocks of these numbers, before any step submitted later; ``arriving`` were fetched."""
         assert self.swapper is not None
         self._cache = self.swapper.swap_in(self._cache, handle, block_ids, arriving)

@@ -2,7 +2,8 @@
 
 A gather collects blocks in one array on the device, whose way to the host, and later back, is a plain copy beside the
 programs of later steps; a scatter puts them into the cache. Order is kept by the arrays alone: the gather reads the
-cache as the steps submitted before leave it, and whatever is submitted afterwards may overwrite the blocks.
+cache as the steps submitted before leave it, and whatever is submitted afterwards may overwrite the blocks. One array
+at a time is on its way in either direction: a step's own few bytes go the same ways, and wait behind it.
 """
 
 from __future__ import annotations
@@ -27,10 +28,8 @@ logger = logging.getLogger(__name__)
 
 Array = jax.Array
 SwapHandle = list[Array]
-"""Blocks in host memory, SWAP_BLOCKS an array ``[layers, 2, SWAP_BLOCKS, B, K, D]``; dropping it frees them."""
-
-Arriving = Sequence[Array]
-"""The first arrays of a handle on their way to the device."""
+"""Blocks in host memory, or gathered and still to go there, SWAP_BLOCKS an array ``[layers, 2, SWAP_BLOCKS, B, K, D]``.
+Clearing it frees them."""
 
 SWAP_BLOCKS = 64
 IN_FLIGHT = 8
@@ -68,26 +67,58 @@ class Swapper:
         self._gather: Any = gather.lower(cache, ids).compile()  # type: ignore[attr-defined]
         self._scatter: Any = jax.jit(_scatter, donate_argnums=0).lower(cache, ids, blocks).compile()
         check_aliased(self._scatter, cache, "the program that swaps in")
+        self._gathered: deque[tuple[SwapHandle, int]] = deque()
+        """Arrays that are still to go to the host …"""
         self._leaving: deque[ref[Array]] = deque()
-        """What is on its way to the host; whoever ended meanwhile does not wait for it."""
+        """… and those on their way, the oldest first."""
 
     def swap_out(self, cache: KVCache, block_ids: Sequence[int]) -> SwapHandle:
-        """Begins to copy these blocks to the host."""
+        """Gathers these blocks; ``advance`` takes them to the host."""
         handle: SwapHandle = []
         for start in range(0, len(block_ids), SWAP_BLOCKS):
-            if len(self._leaving) == IN_FLIGHT:
-                jax.block_until_ready(self._leaving.popleft()())
-            gathered = self._gather(cache, self._padded(block_ids[start : start + SWAP_BLOCKS]))
-            handle.append(jax.device_put(gathered, self._on_host))
-            self._leaving.append(ref(handle[-1]))
+            while len(self._gathered) + len(self._leaving) >= IN_FLIGHT:
+                self._take_one()
+                if self._leaving:
+                    jax.block_until_ready(self._leaving.popleft()())
+            handle.append(self._gather(cache, self._padded(block_ids[start : start + SWAP_BLOCKS])))
+            self._gathered.append((handle, len(handle) - 1))
         return handle
 
-    def fetch(self, handle: SwapHandle) -> Arriving:
-        """Begins to copy blocks back to the device, as many as there is memory for beside the cache."""
-        return [jax.device_put(blocks, self._on_device) for blocks in handle[:IN_FLIGHT]]
+    def advance(self) -> None:
+        """Send the next array to the host, if the one before has arrived."""
+        while self._leaving and ((first := self._leaving[0]()) is None or first.is_ready()):  # type: ignore[attr-defined]
+            self._leaving.popleft()
+        if self._gathered and not self._leaving:
+            self._take_one()
 
-    def swap_in(self, cache: KVCache, handle: SwapHandle, block_ids: Sequence[int], arriving: Arriving = ()) -> KVCache:
-        """Begins to put them into blocks of these numbers; the cache is donated."""
+    def settle(self) -> None:
+        """Send all to the host, and wait."""
+        while self._gathered:
+            self._take_one()
+        while self._leaving:
+            jax.block_until_ready(self._leaving.popleft()())
+
+    def _take_one(self) -> None:
+        if self._gathered:
+            handle, index = self._gathered.popleft()
+            if handle:  # its request did not end meanwhile
+                handle[index] = jax.device_put(handle[index], self._on_host)
+                self._leaving.append(ref(handle[index]))
+
+    def fetch(self, handle: SwapHandle, arriving: list[Array]) -> bool:
+        """Bring blocks back to the device, one array a call and as many as there is memory for beside the cache;
+        returns whether they are there."""
+        there = all(array.is_ready() for array in arriving)  # type: ignore[attr-defined]
+        if there and len(arriving) < min(len(handle), IN_FLIGHT):
+            arriving.append(jax.device_put(handle[len(arriving)], self._on_device))
+            return False
+        return there
+
+    def swap_in(
+        self, cache: KVCache, handle: SwapHandle, block_ids: Sequence[int], arriving: Sequence[Array] = ()
+    ) -> KVCache:
+        """Begins to put blocks into those of these numbers; the cache is donated. What was fetched need not be copied
+        any more."""
         for index, blocks in enumerate(handle):
             if index >= max(IN_FLIGHT, len(arriving)):
                 jax.block_until_ready(cache)
@@ -100,11 +131,12 @@ class Swapper:
         """Pins all of the host memory, which takes long the first time, and measures a program's way there and back.
         The cache's content stays: block 0 goes, and comes back nowhere."""
         everything = self.swap_out(cache, [0] * self.num_blocks)
-        jax.block_until_ready(everything)
+        self.settle()
         del everything
         for _ in range(3):
             start = time.monotonic()
-            handle = jax.block_until_ready(self.swap_out(cache, [0]))
+            handle = self.swap_out(cache, [0])
+            self.settle()
             cache = jax.block_until_ready(self.swap_in(cache, handle, []))
             self.seconds_per_program = time.monotonic() - start
         logger.info(

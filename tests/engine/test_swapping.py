@@ -17,23 +17,32 @@ class Blocks:
         self.ready = True
 
 
-class Runner:
-    swapper = None
+class Swapper:
+    """Fetches two arrays of each handle, one a call."""
 
     def __init__(self) -> None:
+        self.advanced = 0
+
+    def advance(self) -> None:
+        self.advanced += 1
+
+    def fetch(self, handle, arriving) -> bool:
+        if all(blocks.ready for blocks in arriving) and len(arriving) < 2:
+            arriving.append(Blocks())
+            return False
+        return all(blocks.ready for blocks in arriving)
+
+
+class Runner:
+    def __init__(self) -> None:
+        self.swapper = Swapper()
         self.calls: list[tuple] = []
-        self.fetched: list[Blocks] = []
 
     def swap_out(self, block_ids):
         return [f"blocks {block_ids}"]
 
-    def fetch(self, handle):
-        self.calls.append(("fetch", handle))
-        self.fetched.append(Blocks())
-        return self.fetched[-1:]
-
     def swap_in(self, handle, block_ids, arriving=()):
-        self.calls.append(("swap in", handle, block_ids, list(arriving)))
+        self.calls.append((list(handle), block_ids, len(arriving)))
 
 
 def swap_out(swaps: Swaps, *request_ids: str) -> None:
@@ -44,25 +53,25 @@ def swap_in(swaps: Swaps, request_id: str, block: int) -> None:
     swaps.run(SchedulerOutput(swap_in=(Swap(request_id, [block]),)))
 
 
-def test_blocks_are_fetched_once_and_go_in_when_they_are_there():
+def test_blocks_are_fetched_a_few_at_a_time_and_go_in_when_all_are_there():
     runner = Runner()
     swaps = Swaps(runner)
     swap_out(swaps, "a")
-    assert not swaps.arrived("a") and not swaps.arrived("a")
-    runner.fetched[0].ready = True
+    assert not swaps.arrived("a") and not swaps.arrived("a") and len(swaps._arriving) == 1
+    swaps._arriving[0].ready = True
+    assert not swaps.arrived("a") and len(swaps._arriving) == 2
+    swaps._arriving[1].ready = True
     assert swaps.arrived("a")
     swap_in(swaps, "a", 7)
-    assert runner.calls == [("fetch", ["blocks [0]"]), ("swap in", ["blocks [0]"], [7], runner.fetched)]
+    assert runner.calls == [(["blocks [0]"], [7], 2)]
     assert not swaps.wait(), "nothing is on its way any more"
 
 
 def test_with_nothing_else_to_do_the_engine_waits_for_them():
-    runner = Runner()
-    swaps = Swaps(runner)
+    swaps = Swaps(Runner())
     assert not swaps.wait()
     swap_out(swaps, "a")
-    swaps.arrived("a")
-    assert swaps.wait() and swaps.arrived("a") and not swaps.wait()
+    assert not swaps.arrived("a") and swaps.wait() and not swaps.wait() and swaps.arrived("a")
 
 
 def test_one_request_is_on_its_way_and_who_ends_is_forgotten():
@@ -72,8 +81,10 @@ def test_one_request_is_on_its_way_and_who_ends_is_forgotten():
     swaps.arrived("a")
     swaps.arrived("b")
     swap_in(swaps, "a", 3)
-    assert runner.calls[-1] == ("swap in", ["blocks [0]"], [3], []), "what was fetched for it has given way"
+    assert runner.calls == [(["blocks [0]"], [3], 0)], "what was fetched for it has given way"
+    handle = swaps._on_host["b"]
     swaps.forget("b")
+    assert not handle, "freed, also where it is still to be copied"
     assert not swaps.wait() and swaps.arrived("b"), "as one that has nothing in host memory"
 
 
@@ -81,6 +92,15 @@ def test_what_has_not_left_yet_need_not_arrive():
     """Preempted and admitted again by the same step."""
     runner = Runner()
     swaps = Swaps(runner)
-    assert swaps.arrived("a") and not runner.calls
+    assert swaps.arrived("a")
     swaps.run(SchedulerOutput(swap_out=(Swap("a", [1]),), swap_in=(Swap("a", [2]),)))
-    assert runner.calls == [("swap in", ["blocks [1]"], [2], [])]
+    assert runner.calls == [(["blocks [1]"], [2], 0)]
+
+
+def test_every_step_sends_some_to_the_host():
+    runner = Runner()
+    swaps = Swaps(runner)
+    swaps.advance()
+    assert runner.swapper.advanced == 1
+    runner.swapper = None
+    swaps.advance()

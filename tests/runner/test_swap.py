@@ -31,8 +31,12 @@ def test_blocks_come_back_elsewhere_and_nothing_else_changes(parts, count, fetch
     source, target = rng.permutation(np.arange(1, 200))[: 2 * count].reshape(2, count).tolist()
     compiled = compiles.total()
     handle = swapper.swap_out(cache, source)
+    while swapper._gathered or swapper._leaving:
+        swapper.advance()
     assert all(part.sharding.memory_kind == "pinned_host" for part in handle)
-    arriving = swapper.fetch(handle) if fetched else []
+    arriving = []
+    while fetched and not swapper.fetch(handle, arriving):
+        assert len(arriving) <= len(handle)
     cache = swapper.swap_in(cache, handle, target, arriving)
     assert compiles.total() == compiled
     for array, old in zip((a for layer in cache for a in layer), before, strict=True):
@@ -66,12 +70,25 @@ def test_more_blocks_than_may_be_on_their_way_come_back_too(parts, monkeypatch, 
     cache = filled(shapes, mesh)
     before = [np.array(array) for layer in cache for array in layer]
     ids = list(range(1, 3 * SWAP_BLOCKS + 1))
-    handle = swapper.swap_out(cache, ids)
-    arriving = swapper.fetch(handle)
+    handle, arriving = swapper.swap_out(cache, ids), []
+    assert sum(part.sharding.memory_kind != "pinned_host" for part in handle) <= in_flight
+    swapper.settle()
+    while not swapper.fetch(handle, arriving):
+        pass
     assert len(handle) == 3 and len(arriving) == in_flight
     cache = swapper.swap_in(cache, handle, ids[::-1], arriving)
     for array, old in zip((a for layer in cache for a in layer), before, strict=True):
         np.testing.assert_array_equal(np.asarray(array)[ids[::-1]], old[ids])
+
+
+def test_what_is_dropped_on_its_way_is_forgotten(parts):
+    shapes, mesh = parts
+    swapper = Swapper(shapes, mesh, host_bytes(shapes, 3 * SWAP_BLOCKS))
+    cache = filled(shapes, mesh)
+    dropped, kept = (swapper.swap_out(cache, [block]) for block in (1, 2))
+    dropped.clear()
+    swapper.settle()
+    assert not dropped and kept[0].sharding.memory_kind == "pinned_host"
 
 
 def test_too_little_space_holds_nothing(parts):
