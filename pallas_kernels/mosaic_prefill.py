@@ -9,22 +9,27 @@ in serpentine order, which evens out causal work.
 
 from __future__ import annotations
 
-from functools import partial
+import hashlib
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kept import kept
 from pallas_kernels.mosaic_items import ALIGNED, WARPGROUPS, plan_items
 from pallas_kernels.mosaic_kernel import Kernel, Tuning
 
 Array = jax.Array
 
+jax.config.update("jax_export_ignore_forward_compatibility", True)  # what is kept is for this version of jax alone
+
 TUNING = Tuning()
 
 
-@partial(jax.jit, static_argnames=("scale", "window", "tuning", "interpret"))
 def prefill_attention(
     q: Array,
     k_cache: Array,
@@ -46,6 +51,46 @@ def prefill_attention(
         reason = "scales of keys and values"
     if reason is not None:
         raise ValueError(f"prefill attention on mosaic_gpu does not do {reason}")
+    operands = q, k_cache, v_cache, block_tables, seq_lens, query_start_loc
+    if interpret is not None:
+        return _attend(*operands, scale=scale, window=window, tuning=tuning, interpret=interpret)
+    types = tuple((a.shape, str(a.dtype)) for a in operands)
+    result: Array = _exported(types, scale, window, tuning).call(*operands)
+    return result
+
+
+@cache
+def _exported(
+    types: tuple[tuple[tuple[int, ...], str], ...], scale: float, window: int | None, tuning: Tuning
+) -> export.Exported:
+    """The kernel for operands of these shapes, from an earlier process if there was one: to write it down in Mosaic's
+    dialect takes a second, in each of the programs for so many shapes."""
+    sources = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("mosaic_*.py"))))
+
+    def make() -> bytes:
+        run = jax.jit(partial(_attend, scale=scale, window=window, tuning=tuning))
+        checks = [export.DisabledSafetyCheck.custom_call("mosaic_gpu_v2")]
+        shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+        return bytes(export.export(run, platforms=["cuda"], disabled_checks=checks)(*shapes).serialize())
+
+    key = (jax.__version__, sources.hexdigest(), types, scale, window, tuning)
+    return export.deserialize(bytearray(kept("mosaic_prefill", key, make)))
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "tuning", "interpret"))
+def _attend(
+    q: Array,
+    k_cache: Array,
+    v_cache: Array,
+    block_tables: Array,
+    seq_lens: Array,
+    query_start_loc: Array,
+    *,
+    scale: float,
+    window: int | None,
+    tuning: Tuning,
+    interpret: Any = None,
+) -> Array:
     tokens, heads, dim = q.shape
     num_blocks, block_size, kv_heads, _ = k_cache.shape
     items, count = plan_items(tokens, seq_lens, query_start_loc, window, tuning.block_kv)

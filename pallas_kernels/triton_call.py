@@ -8,14 +8,10 @@ of its own within the graph; JAXSERVE_TRITON=jax_triton in the environment choos
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
-import tempfile
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +22,8 @@ from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import type_canonicalisation_dict
+
+from pallas_kernels.kept import kept
 
 TARGET = GPUTarget("cuda", 90, 32)
 """For the front end alone, which only checks what the language allows there."""
@@ -86,21 +84,13 @@ def _triton_ir(
     num_warps: int,
     num_stages: int,
 ) -> str:
-    """The kernel's module as text, kept beside XLA's compiled programs: a program is looked up there by its kernels,
-    and making them takes longer than the rest of the way there."""
-    if not jax.config.jax_compilation_cache_dir:
-        return _make_ir(kernel, types, constants, in_place, num_warps, num_stages)
+    """The kernel's module as text."""
     what = (triton.__version__, kernel.cache_key, types, constants, in_place, num_warps, num_stages)
-    folder = Path(jax.config.jax_compilation_cache_dir) / "triton"
-    path = folder / f"{kernel.__name__}-{hashlib.sha256(repr(what).encode()).hexdigest()}.ttir"
-    with suppress(FileNotFoundError):
-        return path.read_text(encoding="utf-8")
-    module = _make_ir(kernel, types, constants, in_place, num_warps, num_stages)
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, delete=False) as file:
-        file.write(module)
-    os.replace(file.name, path)  # whole, or not at all
-    return module
+
+    def make() -> bytes:
+        return _make_ir(kernel, types, constants, in_place, num_warps, num_stages).encode()
+
+    return kept(kernel.__name__, what, make).decode()
 
 
 def _make_ir(
