@@ -64,7 +64,7 @@ class Stream(threading.Thread):
         try:
             with self._stream("POST", self._url, json=self._body, timeout=SILENCE_LIMIT + 60) as response:
                 for line in response.iter_lines():
-                    if line:
+                    if line and not line.startswith(":"):  # a ping
                         self.events.append(line.removeprefix("data: "))
                         self._begun.set()
         except httpx.TransportError:
