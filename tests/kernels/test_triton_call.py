@@ -13,6 +13,8 @@ pytest.importorskip("triton", reason="Triton is for Linux only")
 
 from pallas_kernels import triton_call, triton_norm, triton_rope
 
+pytestmark = pytest.mark.filterwarnings("ignore:AnnAssign:DeprecationWarning")  # Triton's front end, Python 3.13
+
 ROPE = dict(qkv=(1, 5, 2, 6, 64), cos=(5, 32), sin=(5, 32), k_cache=(9, 16, 2, 64), v_cache=(9, 16, 2, 64), slots=(5,))
 
 
