@@ -156,6 +156,9 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-queued-tokens", type=_count_or_none, metavar="N|none", help="tokens that may wait [none]"
     )
     group.add_argument(
+        "--max-queue-wait", type=float, metavar="S", help="calls that would wait longer are answered 429 [none]"
+    )
+    group.add_argument(
         "--request-timeout", type=float, metavar="S", help="answers end with what they have after this time [none]"
     )
     group.add_argument("--enable-debug-steps", action="store_true", help="GET /debug/steps shows the last steps")

@@ -143,6 +143,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_queued_reqs: int | None = 1024
     """Requests that may wait for a slot; a call beyond is answered 429. None: no limit. Likewise tokens to compute."""
     max_num_queued_tokens: int | None = None
+    max_queue_wait: float | None = None
+    """Seconds that a call may be expected to wait for a slot; one that would wait longer is answered 429."""
     request_timeout: float | None = None
     """Seconds after which an answer ends with what it has, waiting included."""
     enable_debug_steps: bool = False
@@ -189,6 +191,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"--ssl-cert-reqs must be 0, 1 or 2, got {self.ssl_cert_reqs}")
         if self.shutdown_timeout < 0:
             raise ValueError(f"--shutdown-timeout must not be negative, got {self.shutdown_timeout:g}")
+        if self.max_queue_wait is not None and self.max_queue_wait < 0:
+            raise ValueError(f"--max-queue-wait must not be negative, got {self.max_queue_wait:g}")
         if self.request_timeout is not None and self.request_timeout <= 0:
             raise ValueError(f"--request-timeout must be positive, got {self.request_timeout:g}")
 

@@ -11,7 +11,7 @@ from math import ceil
 from jaxserve.engine.messages import Load, ModelInfo
 from jaxserve.request import EngineRequest, Pooling, RequestError, SamplingParams, fresh_seed
 
-REFUSAL_REASONS = ("queued_reqs", "queued_tokens", "deadline")
+REFUSAL_REASONS = ("queued_reqs", "queued_tokens", "queue_wait", "deadline")
 MAX_RETRY_AFTER = 600
 MAX_PRIORITY = 1000
 """Either way; waiting makes up for it, and with more it would take too long."""
@@ -104,6 +104,8 @@ class QueueLimits:
 
     max_requests: int | None = None
     max_tokens: int | None = None
+    max_wait: float | None = None
+    """Seconds, as estimated from what was measured lately."""
 
     def check(self, load: Load, sent: Sequence[EngineRequest], deadline: float | None = None) -> None:
         """Raises ``Overloaded`` if there is no room for one more request. ``sent`` are those of this client that
@@ -117,6 +119,12 @@ class QueueLimits:
             raise Overloaded("queued_reqs", f"The server is full: {waiting} requests wait already.", retry_after)
         if self.max_tokens is not None and tokens >= self.max_tokens:
             raise Overloaded("queued_tokens", f"The server is full: {tokens} tokens wait already.", retry_after)
+        if self.max_wait is not None and waiting and load.wait_seconds > self.max_wait:
+            raise Overloaded(
+                "queue_wait",
+                f"The server is full: a new request would wait about {load.wait_seconds:.1f} s.",
+                retry_after,
+            )
         if deadline is not None and waiting and time.monotonic() + load.wait_seconds > deadline:
             raise Overloaded(
                 "deadline",

@@ -64,7 +64,8 @@ class ServerContext:
 
     def check_queue(self, deadline: float | None = None, requests: Sequence[EngineRequest] = ()) -> None:
         """Raises ``Overloaded`` if a new call would wait too long; ``requests`` are those of the call."""
-        limits = QueueLimits(self.config.max_num_queued_reqs, self.config.max_num_queued_tokens)
+        config = self.config
+        limits = QueueLimits(config.max_num_queued_reqs, config.max_num_queued_tokens, config.max_queue_wait)
         self.client.check_queue(limits, deadline, requests)
 
     def check_serving(self) -> None:

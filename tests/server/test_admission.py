@@ -20,9 +20,10 @@ ROUTES = {
 
 @pytest.fixture(scope="module")
 def limited(llama_3: Tokenizer) -> Iterator[Served]:
-    """A server that lets four requests or 200 tokens wait."""
+    """A server that lets four requests or 200 tokens wait, and nobody longer than 100 s."""
     eos = llama_3.encode("<|eot_id|>", False)[0]
-    with serve(llama_3, eos, max_num_queued_reqs=4, max_num_queued_tokens=200, request_timeout=30.0) as served:
+    limits = {"max_num_queued_reqs": 4, "max_num_queued_tokens": 200, "max_queue_wait": 100.0}
+    with serve(llama_3, eos, **limits, request_timeout=30.0) as served:
         yield served
 
 
@@ -79,6 +80,16 @@ def test_waiting_tokens_are_limited_too(limited: Served) -> None:
     tell(limited, waiting=1, tokens=200, seconds=3.0)
     answer = limited.http.post("/v1/completions", json=ROUTES["/v1/completions"])
     assert answer.status_code == 429 and "200 tokens" in answer.json()["error"]["message"]
+
+
+def test_the_expected_wait_is_limited_too(limited: Served) -> None:
+    limited.engine.received.clear()
+    tell(limited, waiting=1, seconds=100.4)
+    answer = limited.http.post("/v1/completions", json=ROUTES["/v1/completions"])
+    assert answer.status_code == 429 and "wait about 100.4 s" in answer.json()["error"]["message"]
+    assert limited.engine.wait_for(Refused).reason == "queue_wait"
+    tell(limited, waiting=0, seconds=100.4)
+    assert limited.http.post("/v1/completions", json=ROUTES["/v1/completions"]).status_code == 200, "nobody waits"
 
 
 def test_requests_that_the_engine_has_not_heard_of_count(limited: Served) -> None:
