@@ -113,22 +113,23 @@ class QueueLimits:
         late = sent[load.free_slots :] if load.waiting == 0 else sent
         waiting = load.waiting + len(late)
         tokens = load.waiting_tokens + sum(len(request.prompt_token_ids) for request in late)
+        wait = load.wait_seconds + len(late) * load.request_seconds
         # What waits now has gone by then; nobody knows how much will come meanwhile.
-        retry_after = min(max(ceil(load.wait_seconds), 1), MAX_RETRY_AFTER)
+        retry_after = min(max(ceil(wait), 1), MAX_RETRY_AFTER)
         if self.max_requests is not None and waiting >= self.max_requests:
             raise Overloaded("queued_reqs", f"The server is full: {waiting} requests wait already.", retry_after)
         if self.max_tokens is not None and tokens >= self.max_tokens:
             raise Overloaded("queued_tokens", f"The server is full: {tokens} tokens wait already.", retry_after)
-        if self.max_wait is not None and waiting and load.wait_seconds > self.max_wait:
+        if self.max_wait is not None and waiting and wait > self.max_wait:
             raise Overloaded(
                 "queue_wait",
-                f"The server is full: a new request would wait about {load.wait_seconds:.1f} s.",
+                f"The server is full: a new request would wait about {wait:.1f} s.",
                 retry_after,
             )
-        if deadline is not None and waiting and time.monotonic() + load.wait_seconds > deadline:
+        if deadline is not None and waiting and time.monotonic() + wait > deadline:
             raise Overloaded(
                 "deadline",
-                f"The server is full: a new request would wait about {load.wait_seconds:.0f} s, past its deadline.",
+                f"The server is full: a new request would wait about {wait:.0f} s, past its deadline.",
                 retry_after,
             )
 

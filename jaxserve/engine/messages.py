@@ -137,6 +137,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
     """Requests that could begin at once, if there are blocks for them."""
     received: int
     """Requests of this client that have arrived; those that it sent since are not counted above."""
+    request_seconds: float = 0.0
+    """By which each of them makes the wait longer."""
 
 
 class Reply(Message, frozen=True):

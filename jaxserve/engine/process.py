@@ -161,6 +161,7 @@ class EngineServer:
             wait_seconds=core.throughput.wait_seconds(waiting, tokens),
             free_slots=scheduler.num_free_slots,
             received=self._received[client],
+            request_seconds=core.throughput.wait_seconds(1, tokens // max(waiting, 1)),
         )
 
     def _send(self, client: bytes, message: EngineMessage) -> None:

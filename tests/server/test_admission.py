@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from jaxserve.engine.messages import Abort, Add, Refused
+from jaxserve.engine.admission import Overloaded, QueueLimits
+from jaxserve.engine.messages import Abort, Add, Load, Refused
+from jaxserve.request import EngineRequest, SamplingParams
 from jaxserve.tokenizer import Tokenizer
 from tests.server.conftest import Served, serve, wait_until
 
@@ -90,6 +92,17 @@ def test_the_expected_wait_is_limited_too(limited: Served) -> None:
     assert limited.engine.wait_for(Refused).reason == "queue_wait"
     tell(limited, waiting=0, seconds=100.4)
     assert limited.http.post("/v1/completions", json=ROUTES["/v1/completions"]).status_code == 200, "nobody waits"
+
+
+def test_requests_that_the_engine_has_not_heard_of_make_the_wait_longer() -> None:
+    limits = QueueLimits(max_wait=9.0)
+    load = Load(1, 10, wait_seconds=5.0, free_slots=0, received=7, request_seconds=2.0)
+    one = EngineRequest(request_id="a", prompt_token_ids=[1], sampling=SamplingParams(), max_tokens=5, seed=0)
+    sent = [one] * 3
+    limits.check(load, sent[:2])
+    with pytest.raises(Overloaded, match=r"about 11\.0 s") as refused:
+        limits.check(load, sent)
+    assert refused.value.retry_after == 11
 
 
 def test_requests_that_the_engine_has_not_heard_of_count(limited: Served) -> None:
