@@ -24,17 +24,6 @@ SHAPES = [
 OPTIONS = {"scale": 0.125, "window": None}
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A fresh folder for compiled programs, and nothing remembered."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    mosaic_prefill._exported.cache_clear()
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
-    mosaic_prefill._exported.cache_clear()
-
-
 def lowered(function) -> str:
     return jax.jit(function).trace(*SHAPES).lower(lowering_platforms=("cuda",)).as_text()
 

@@ -36,17 +36,6 @@ def rope_and_write() -> str:
     return lowered(lambda *operands: triton_rope.rope_and_write(*operands, dtype=jnp.bfloat16), *shapes)
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A fresh folder for compiled programs, and nothing remembered."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-    triton_call._triton_ir.cache_clear()
-    yield tmp_path
-    jax.config.update("jax_compilation_cache_dir", before)
-    triton_call._triton_ir.cache_clear()
-
-
 def test_a_kernel_is_xlas_own_custom_call_with_its_ir():
     text = add_rms_norm()
     [call] = re.findall(r"stablehlo.custom_call @\"?__gpu\$xla.gpu.triton.*", text)
