@@ -9,20 +9,24 @@ from __future__ import annotations
 import hashlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
 import jax
 
 
-def kept(name: str, key: tuple[object, ...], make: Callable[[], bytes]) -> bytes:
-    """What ``make`` returns, from an earlier process where there was one with this ``key``, whose ``repr`` says all
-    that the result depends on. Without a compilation cache (``jax_compilation_cache_dir``) nothing is kept."""
+def kept(name: str, key: tuple[object, ...], sources: Iterable[Path], make: Callable[[], bytes]) -> bytes:
+    """What ``make`` returns, from an earlier process where there was one with this ``key``, by its ``repr``, and these
+    ``sources``, by what they hold: together all that the result depends on. Without a compilation cache
+    (``jax_compilation_cache_dir``) nothing is kept."""
     if not jax.config.jax_compilation_cache_dir:
         return make()
     folder = Path(jax.config.jax_compilation_cache_dir) / "kernels"
-    path = folder / f"{name}-{hashlib.sha256(repr(key).encode()).hexdigest()}"
+    digest = hashlib.sha256(repr(key).encode())
+    for source in sources:
+        digest.update(source.read_bytes())
+    path = folder / f"{name}-{digest.hexdigest()}"
     with suppress(FileNotFoundError):
         return path.read_bytes()
     content = make()

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -76,21 +77,10 @@ def _pointer_to(dtype: Any) -> str:
 
 
 @cache
-def _triton_ir(
-    kernel: Any,
-    types: tuple[tuple[str, str], ...],
-    constants: tuple[tuple[str, Any], ...],
-    in_place: tuple[str, ...],
-    num_warps: int,
-    num_stages: int,
-) -> str:
-    """The kernel's module as text."""
-    what = (triton.__version__, kernel.cache_key, types, constants, in_place, num_warps, num_stages)
-
-    def make() -> bytes:
-        return _make_ir(kernel, types, constants, in_place, num_warps, num_stages).encode()
-
-    return kept(kernel.__name__, what, make).decode()
+def _triton_ir(kernel: Any, *how: Any) -> str:
+    """``_make_ir``, once a machine."""
+    key = (triton.__version__, kernel.cache_key, *how)
+    return kept(kernel.__name__, key, [Path(__file__)], lambda: _make_ir(kernel, *how).encode()).decode()
 
 
 def _make_ir(
@@ -101,6 +91,7 @@ def _make_ir(
     num_warps: int,
     num_stages: int,
 ) -> str:
+    """The module of a kernel with these types and constants of its parameters, as text."""
     backend = triton.compiler.make_backend(TARGET)
     options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
     context = ir.context()
