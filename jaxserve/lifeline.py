@@ -2,7 +2,7 @@
 
 A child learns of its parent's death from a pipe that only the parent can write to: it reaches its end. And children
 do not hear SIGTERM or SIGINT, which terminals and service managers send to all processes of a command at once: the
-parent alone decides, and tells the API process by a signal of its own.
+parent alone decides, and tells the API process by signals of its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import signal
 import threading
 
 DRAIN_SIGNAL = signal.SIGUSR1
-"""Parent to API process: finish what runs; the second time: end at once."""
+"""Parent to API process: finish what runs."""
+CUT_SIGNAL = signal.SIGUSR2
+"""Parent to API process: end at once. One signal sent twice could arrive as one."""
 
 NOT_FOR_CHILDREN = {signal.SIGTERM, signal.SIGINT}
 

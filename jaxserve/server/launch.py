@@ -24,7 +24,7 @@ import msgspec
 from jaxserve import logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.defaults import check_model
-from jaxserve.lifeline import DRAIN_SIGNAL, NOT_FOR_CHILDREN
+from jaxserve.lifeline import CUT_SIGNAL, DRAIN_SIGNAL, NOT_FOR_CHILDREN
 
 logger = logging.getLogger(__name__)
 
@@ -253,7 +253,7 @@ class _Children:
             api.send_signal(DRAIN_SIGNAL)
         _wait(self.apis, seconds, stop)
         for api in self.apis:
-            api.send_signal(DRAIN_SIGNAL)  # the second time it ends its streams with an error
+            api.send_signal(CUT_SIGNAL)  # it ends its streams with an error
         _wait(self.apis, 3.0, None)
         if (code := self.engine.poll()) is not None:
             logger.error("the engine process %s while the server was stopping", _death(code))
@@ -311,10 +311,9 @@ def _death(code: int) -> str:
 
 
 def _wait(children: Sequence[_Child], seconds: float, stop: _StopSignals | None) -> None:
-    """Wait for all these to end, or for another signal."""
-    seen = stop.count if stop else 0
+    """Wait for all these to end, or for a second signal, which may have come already."""
     deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline and not (stop and stop.count > seen):
+    while time.monotonic() < deadline and not (stop and stop.count > 1):
         if all(child.poll() is not None for child in children):
             return
         time.sleep(0.02)

@@ -22,7 +22,7 @@ from jaxserve import logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient, EngineUnavailableError
 from jaxserve.engine.defaults import sampling_defaults
-from jaxserve.lifeline import DRAIN_SIGNAL, exit_with_parent
+from jaxserve.lifeline import CUT_SIGNAL, DRAIN_SIGNAL, exit_with_parent
 from jaxserve.server.app import create_app, with_middleware
 from jaxserve.server.context import ServerContext
 from jaxserve.tokenizer import Tokenizer
@@ -60,20 +60,23 @@ class ApiServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """In the place of uvicorn's own handlers, which would close the socket first."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, DRAIN_SIGNAL):
-            loop.add_signal_handler(number, self.begin_drain)
+        loop.add_signal_handler(DRAIN_SIGNAL, self.begin_drain)
+        loop.add_signal_handler(CUT_SIGNAL, self.cut)
         try:
             yield
         finally:
-            for number in (signal.SIGTERM, DRAIN_SIGNAL):
+            for number in (DRAIN_SIGNAL, CUT_SIGNAL):
                 loop.remove_signal_handler(number)
 
     def begin_drain(self) -> None:
-        """The first signal; a second one means that the time is up."""
+        """Let running requests finish; nobody else is let in."""
         if self._drain_task is None:
             self._drain_task = asyncio.create_task(self._drain())
-        else:
-            self._time_is_up = True
+
+    def cut(self) -> None:
+        """The time of the running requests is up."""
+        self._time_is_up = True
+        self.begin_drain()
 
     async def _drain(self) -> None:
         self._context.draining = True
@@ -125,7 +128,7 @@ def build(startup: Startup) -> ApiServer:
 
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's business
-    for number in (signal.SIGTERM, DRAIN_SIGNAL):
+    for number in (DRAIN_SIGNAL, CUT_SIGNAL):
         signal.signal(number, lambda *_: sys.exit(0))  # until there is something to drain
     startup = msgspec.json.decode(sys.stdin.buffer.read(), type=Startup)
     logs.setup(startup.config.log_level, startup.config.log_json)

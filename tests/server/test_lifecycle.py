@@ -20,6 +20,7 @@ import pytest
 
 import jaxserve
 from jaxserve.engine.client import SILENCE_LIMIT
+from jaxserve.server.launch import INTERRUPT_DRAIN_SECONDS
 from tests.checkpoints import (
     byte_tokens,
     edit_config,
@@ -295,7 +296,16 @@ def test_op15_ctrl_c_twice_does_not_wait_for_streams(endless: Path) -> None:
         server.interrupt()
         wait_until(lambda: server.status() == 503)
         server.interrupt()
-        assert server.wait_exit(3) in (0, 130)
+        assert server.wait_exit(INTERRUPT_DRAIN_SECONDS - 0.5) in (0, 130)
+        assert "shutting down" in stream.error()["message"]
+
+
+def test_a_second_signal_that_comes_at_once_is_not_lost(endless: Path) -> None:
+    with serving(endless, **SMALLEST) as server:
+        stream = Stream(server, 16000)
+        server.interrupt()
+        server.popen.terminate()  # not the same signal: the kernel would make one of two
+        assert server.wait_exit(INTERRUPT_DRAIN_SECONDS - 0.5) in (0, 130)
         assert "shutting down" in stream.error()["message"]
 
 
