@@ -86,6 +86,15 @@ def _implementation(operation: str, backend: str) -> Callable[..., Any]:
     return run
 
 
+def chained(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, which may do nothing with arrays but give them to Triton kernels, change ``jax.Ref``s by these and
+    reshape, with its kernels launched so that each begins before the one in front of it has ended (on a Hopper GPU):
+    see ``triton_chain``."""
+    from pallas_kernels import triton_chain  # not everywhere
+
+    return triton_chain.chained(function)
+
+
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: str) -> tuple[Array, Array]:
     """``x[T, D]`` plus the sum of the partial sums ``delta[P, T, D]``, and the root-mean-square norm of that times
     ``weight[D]``: computed in float32, each, and delta's sum, rounded to x's dtype."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,19 @@ from triton.runtime.jit import type_canonicalisation_dict
 from pallas_kernels.kept import kept
 
 TARGET = GPUTarget("cuda", 90, 32)
-"""For the front end alone, which only checks what the language allows there."""
+"""What the front end checks the language for, and chains of kernels (``triton_chain``) are compiled for."""
+TARGET_NAME = "__gpu$xla.gpu.triton"
+_chaining = ContextVar("chaining", default=False)
+
+
+@contextmanager
+def chaining() -> Iterator[None]:
+    """Within, kernels are for a chain: their parameter CHAINED is true."""
+    token = _chaining.set(True)
+    try:
+        yield
+    finally:
+        _chaining.reset(token)
 
 
 def triton_call(
@@ -42,6 +56,8 @@ def triton_call(
     """Run ``kernel`` on arrays, of which it reads, ``jax.Ref``s, which it may change, and ints, which are compiled in;
     returns arrays like ``out_type``, one ShapeDtypeStruct or several. The kernel's parameters are the operands, the
     results, and those given by name."""
+    if any(p.name == "CHAINED" for p in kernel.params):
+        parameters["CHAINED"] = _chaining.get()
     if os.environ.get("JAXSERVE_TRITON") == "jax_triton":
         import jax_triton
 
@@ -59,7 +75,7 @@ def triton_call(
     changed = [jax.ShapeDtypeStruct(arrays[n].shape, arrays[n].dtype) for n in refs]
     module = _triton_ir(kernel, tuple(types.items()), tuple(constants.items()), tuple(refs), num_warps, num_stages)
     got = jax.ffi.ffi_call(
-        "__gpu$xla.gpu.triton",
+        TARGET_NAME,
         [*results, *changed],
         input_output_aliases={list(arrays).index(n): len(results) + i for i, n in enumerate(refs)},
     )(

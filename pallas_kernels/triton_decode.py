@@ -18,6 +18,7 @@ import triton.language as tl
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_decode_plan import ITEM, launch_plan, plan_kernel
+from pallas_kernels.triton_early import enter, fetch
 from pallas_kernels.triton_softmax import LOG2E, accumulate
 
 Array = jax.Array
@@ -33,17 +34,23 @@ def decode_kernel(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr, ROWS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (max_items * K,). A sequence's only item gives ``out[S, K, G, D]``; others float32 partial results
     ``[max_items, K, G, D]``, with the log2 of their softmax sums in ``lse[max_items, K, G, COPIES]``. With ``KEEP``,
     what stands in ``out`` where a sequence is empty remains.
-    ``counters[S, K]``, how many items of a sequence are done, are zero before and after."""
+    ``counters[S, K]``, how many items of a sequence are done, are zero before and after. In a chain, tables and items
+    are from before it, and so are all keys and values but each sequence's last."""
     item, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     number = tl.load(items_ptr)
     words = items_ptr + (1 + item) * ITEM
     seq, start, end, place = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
     first_place, count, length = tl.load(words + 4), tl.load(words + 5), tl.load(words + 6)
     if item < number:
+        if CHAINED:
+            table = tables_ptr + seq.to(tl.int64) * table_width
+            _fetch_first(k_ptr, v_ptr, table, start, end, head, KV_HEADS, DIM, BLOCK_SIZE, TILE)
+            enter()
         group, dim, tile = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
         rows_seen = (group < GROUPS)[:, None] & (dim < DIM)[None, :]
         in_row = group[:, None] * DIM + dim[None, :]
@@ -93,6 +100,20 @@ def decode_kernel(
                     partial_ptr, lse_ptr, out, first_place * KV_HEADS + head, count,
                     KV_HEADS, GROUPS, GROUPS_PAD, DIM, DIM_PAD, PARTS,
                 )  # fmt: skip
+
+
+@triton.jit
+def _fetch_first(
+    k_ptr, v_ptr, table, start, end, head,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """An item's first tile of keys and values, into the L2 cache. (The newest may be written meanwhile: the cache
+    shows it.)"""
+    position = start + tl.arange(0, TILE)
+    block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
+    offsets = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head) * DIM
+    fetch(k_ptr + offsets, DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    fetch(v_ptr + offsets, DIM * v_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit

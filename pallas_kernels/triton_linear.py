@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.triton_call import triton_call
+from pallas_kernels.triton_early import enter, fetch
 
 Array = jax.Array
 
@@ -38,6 +39,13 @@ def _load_w(w_ptr, at, column, N, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def _fetch_w(w_ptr, first, last, column, N, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    """``ROWS`` rows of a strip of weights from row ``first`` on, or up to row ``last``, into the L2 cache."""
+    row = tl.minimum(first + tl.arange(0, ROWS), last - 1).to(tl.int64)
+    fetch(w_ptr + row * N + column, BLOCK_N * w_ptr.dtype.element_ty.primitive_bitwidth // 8)
+
+
+@triton.jit
 def _store(out_ptr, result, first_row, column, last_row, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.arange(0, BLOCK_M)
     offsets = (first_row + rows).to(tl.int64)[:, None] * N + column + tl.arange(0, BLOCK_N)[None, :]
@@ -46,15 +54,19 @@ def _store(out_ptr, result, first_row, column, last_row, N, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["last_row", "blocks"])
 def linear_kernel(
-    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr = 0, CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (N / BLOCK_N, splits): partial sums ``out[splits, M, N]`` of ``x[M, K] @ w[K, N]``.
 
     M is ``last_row`` + 1 (of a number 1, jax-triton would make a constant, and another kernel), K is ``blocks`` *
-    BLOCK_K."""
+    BLOCK_K. In a chain, ``EARLY`` tiles of weights are brought nearer before ``x`` is there."""
     column, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     N, K = tl.num_programs(0) * BLOCK_N, blocks * BLOCK_K
     first, last = split * blocks // tl.num_programs(1), (split + 1) * blocks // tl.num_programs(1)
+    if CHAINED:
+        _fetch_w(w_ptr, first * BLOCK_K, last * BLOCK_K, column, N, BLOCK_N, EARLY * BLOCK_K)
+        enter()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in range(first, last):
         x = _load_x(x_ptr, block * BLOCK_K, K, last_row, BLOCK_M, BLOCK_K)
@@ -64,7 +76,8 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["last_row", "blocks"])
 def gated_linear_kernel(
-    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr = 0, CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (N / BLOCK_N,): ``silu(x @ w[:, 0]) * (x @ w[:, 1])`` of ``x[M, K]`` and ``w[K, 2, N]``.
 
@@ -72,6 +85,10 @@ def gated_linear_kernel(
     once."""
     column = tl.program_id(0) * BLOCK_N
     N, K = tl.num_programs(0) * BLOCK_N, blocks * BLOCK_K
+    if CHAINED:
+        _fetch_w(w_ptr, 0, K, column, 2 * N, BLOCK_N, EARLY * BLOCK_K)
+        _fetch_w(w_ptr, 0, K, column + N, 2 * N, BLOCK_N, EARLY * BLOCK_K)
+        enter()
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in range(blocks):
@@ -93,6 +110,8 @@ class Tile:
     k: int
     num_warps: int = 4
     resident: int = 1
+    early: int = 4
+    """Tiles that a program of a chain reads ahead; a power of two."""
 
 
 # By kind of product and most rows; from times of products and whole steps on an H200 (bench/linear_sweep.py).
@@ -140,7 +159,7 @@ def plan_linear(kind: str, rows: int, depth: int, columns: int) -> LinearPlan | 
     return LinearPlan(
         grid=(strips, splits),
         blocks=blocks,
-        parameters=dict(BLOCK_M=block_m, BLOCK_N=tile.n, BLOCK_K=tile.k),
+        parameters=dict(BLOCK_M=block_m, BLOCK_N=tile.n, BLOCK_K=tile.k, EARLY=tile.early),
         options=dict(num_warps=tile.num_warps, num_stages=min(stages, MAX_STAGES)),
     )
 

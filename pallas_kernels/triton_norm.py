@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.triton_call import triton_call
+from pallas_kernels.triton_early import enter
 
 Array = jax.Array
 
@@ -17,12 +18,16 @@ Array = jax.Array
 def add_rms_norm_kernel(
     x_ptr, delta_ptr, weight_ptr, sum_ptr, norm_ptr,
     EPS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, PARTS: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T,): a row. ``delta`` is the sum of ``PARTS`` partial results ``[PARTS, T, WIDTH]``. It and the sum are
     rounded to x's type before the row is normed, as if stored and read again."""
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, WIDTH_PAD)
     here = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=here, other=0.0)
+    if CHAINED:
+        enter()
     x = tl.load(x_ptr + row + column, mask=here, other=0.0).to(tl.float32)
     delta = tl.load(delta_ptr + row + column, mask=here, other=0.0).to(tl.float32)
     part_size = tl.num_programs(0).to(tl.int64) * WIDTH
@@ -33,7 +38,6 @@ def add_rms_norm_kernel(
     tl.store(sum_ptr + row + column, total, mask=here)
     x = total.to(tl.float32)
     x *= tl.rsqrt(tl.sum(x * x, 0) / WIDTH + EPS)
-    weight = tl.load(weight_ptr + column, mask=here, other=0.0)
     tl.store(norm_ptr + row + column, weight * x.to(weight.dtype), mask=here)
 
 

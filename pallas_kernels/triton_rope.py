@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.triton_call import triton_call
+from pallas_kernels.triton_early import enter
 
 Array = jax.Array
 
@@ -35,6 +36,7 @@ def rope_kernel(
     qkv_ptr, cos_ptr, sin_ptr, slots_ptr, k_cache_ptr, v_cache_ptr, q_ptr,
     GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr,
     HALF: tl.constexpr, HALF_PAD: tl.constexpr, PARTS: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (T, K): the G query heads, the key and the value of one token and KV head. The caches are written in
     place. ``qkv`` is the sum of ``PARTS`` partial results ``[PARTS, T, K, G + 2, D]``, rounded to q's type."""
@@ -43,6 +45,9 @@ def rope_kernel(
     here = pair < HALF
     cos = tl.load(cos_ptr + token * HALF + pair, mask=here, other=0.0)
     sin = tl.load(sin_ptr + token * HALF + pair, mask=here, other=0.0)
+    place = (tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + head) * DIM
+    if CHAINED:
+        enter()
     row = qkv_ptr + (token * KV_HEADS + head) * (GROUPS + 2) * DIM
     part_size = tl.num_programs(0).to(tl.int64) * KV_HEADS * (GROUPS + 2) * DIM
     dtype = q_ptr.dtype.element_ty
@@ -50,7 +55,6 @@ def rope_kernel(
     target = q_ptr + (token * KV_HEADS + head) * GROUPS * DIM
     shown = (group < GROUPS)[:, None] & here[None, :]
     _rotate(row + queries, target + queries, cos[None, :], sin[None, :], shown, part_size, dtype, HALF, PARTS)
-    place = (tl.load(slots_ptr + token).to(tl.int64) * KV_HEADS + head) * DIM
     _rotate(row + GROUPS * DIM + pair, k_cache_ptr + place + pair, cos, sin, here, part_size, dtype, HALF, PARTS)
     for half in tl.static_range(2):
         value = _load_sum(row + (GROUPS + 1) * DIM + half * HALF + pair, here, part_size, dtype, PARTS)

@@ -53,6 +53,8 @@ class AttentionSpec:
     linear_backend: str
     """Of matrix products of few rows; ``reference``: all products are XLA's."""
     scale: float
+    chained: bool = False
+    """Whether the layers' kernels are launched as a chain: see ``pallas_kernels.chained``."""
 
 
 def plan_decode(

@@ -183,14 +183,34 @@ def forward(
     x = params["embed"][token_ids]
     delta = jnp.zeros_like(x)[None]  # what the layer before adds to x, in parts: the norm that follows adds it up
     rope = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
-    plans = {window: plan_decode(spec, cache[0], inputs, window) for window in dict.fromkeys(config.windows)}
+    plans = tuple(plan_decode(spec, cache[0], inputs, window) for window in dict.fromkeys(config.windows))
+    layers = partial(_layers, config=config, spec=spec)
+    run = pallas_kernels.chained(layers) if spec.chained else layers
+    x, delta, cache = run(params["layers"], cache, x, delta, rope, inputs, plans)
+    return x + sum_parts(delta, x.dtype), cache
+
+
+def _layers(
+    layers: tuple[Params, ...],
+    cache: KVCache,
+    x: Array,
+    delta: Array,
+    rope: tuple[Array, Array],
+    inputs: AttentionInputs,
+    plans: tuple[DecodePlan, ...],
+    *,
+    config: ModelConfig,
+    spec: AttentionSpec,
+) -> tuple[Array, Array, KVCache]:
+    """All layers; ``plans`` has one for each window."""
+    by_window = dict(zip(dict.fromkeys(config.windows), plans, strict=True))
     new_cache = []
-    for layer, layer_cache, window in zip(params["layers"], cache, config.windows, strict=True):
-        x, delta, updated, plans[window] = _layer(
-            layer, layer_cache, x, delta, rope, inputs, plans[window], config=config, spec=spec
+    for layer, layer_cache, window in zip(layers, cache, config.windows, strict=True):
+        x, delta, updated, by_window[window] = _layer(
+            layer, layer_cache, x, delta, rope, inputs, by_window[window], config=config, spec=spec
         )
         new_cache.append(updated)
-    return x + sum_parts(delta, x.dtype), tuple(new_cache)
+    return x, delta, tuple(new_cache)
 
 
 @partial(jax.jit, static_argnames=("config", "spec"), inline=False)
@@ -219,6 +239,18 @@ def _layer(
         normed, p["gate_up"], p.get("gate_up_bias"), backend=spec.linear_backend, swiglu_backend=spec.backend
     )
     return x, product(activated, p["down"], p.get("down_bias")), cache, plan
+
+
+def can_be_chained(config: ModelConfig, rows: int, dtype: jnp.dtype, spec: AttentionSpec) -> bool:
+    """Whether the layers of a step in which ``rows`` sequences decode are nothing but Triton kernels on one device."""
+    biased = config.qkv_bias or config.o_bias or config.mlp_bias
+    if biased or spec.mesh.size > 1 or spec.backend != "triton":
+        return False
+    hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+    qkv = heads + 2 * config.num_kv_heads * config.head_dim
+    products = [("parts", hidden, qkv), ("parts", heads, hidden), ("gated", hidden, inner), ("parts", inner, hidden)]
+    suits = partial(pallas_kernels.suits_linear, dtype=dtype, backend=spec.linear_backend)
+    return all(suits(kind, rows, depth, columns) for kind, depth, columns in products)
 
 
 def final_norm(params: Params, hidden: Array, *, config: ModelConfig) -> Array:

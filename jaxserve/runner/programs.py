@@ -98,7 +98,7 @@ class ProgramBuilder:
         """Compile the forward program of a bucket. Without ``autotune`` a GPU's GEMMs are what cuBLAS proposes; with
         it, what is fastest in timings, which begin when ``quiet`` is done."""
 
-        spec = replace(self._spec, prefill_backend=self._plan.prefill_backend_of(bucket))
+        spec = self._spec_of(bucket)
 
         def forward(
             params: Any, cache: KVCache, state: BatchState, packed: Array
@@ -120,6 +120,11 @@ class ProgramBuilder:
         compiled = lowered.compile(self._compiler_options(autotune))
         check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
         return compiled
+
+    def _spec_of(self, bucket: Bucket) -> AttentionSpec:
+        decodes_only = bucket.prefill_rows == 0
+        chained = decodes_only and self._module.can_be_chained(self._model, bucket.rows, self._plan.dtype, self._spec)
+        return replace(self._spec, prefill_backend=self._plan.prefill_backend_of(bucket), chained=chained)
 
     def sample(self, rows: int, variant: SamplerVariant) -> Any:
         """Compile the sampling program for a number of rows."""

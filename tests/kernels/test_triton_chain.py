@@ -1,0 +1,239 @@
+"""Chains of kernels without a GPU: what is launched, in which memory, and that no kernel touches anything too early.
+
+The custom call is XLA's own, on the CPU; in the place of kernels stand functions that do the same in NumPy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+pytest.importorskip("triton", reason="Triton is for Linux only")
+
+import triton
+import triton.language as tl
+
+from bench.shapes import LLAMA_8B
+from jaxserve.models import llama
+from jaxserve.models.attention import AttentionInputs, AttentionSpec
+from jaxserve.models.dummy import param_structs
+from pallas_kernels import chained, triton_launch, xla_ffi
+from pallas_kernels.triton_call import triton_call
+from pallas_kernels.triton_early import enter
+
+pytestmark = pytest.mark.filterwarnings("ignore:AnnAssign:DeprecationWarning")  # Triton's front end, Python 3.13
+
+SIZE = 8
+
+
+@triton.jit
+def add_kernel(x_ptr, y_ptr, out_ptr, SIZE: tl.constexpr, CHAINED: tl.constexpr = False):
+    if CHAINED:
+        enter()
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
+
+
+@triton.jit
+def double_kernel(x_ptr, before_ptr, SIZE: tl.constexpr, CHAINED: tl.constexpr = False):
+    if CHAINED:
+        enter()
+    at = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + at)
+    tl.store(before_ptr + at, x)
+    tl.store(x_ptr + at, 2 * x)
+
+
+@triton.jit
+def hasty_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, tl.load(x_ptr + at))
+
+
+VECTOR = jax.ShapeDtypeStruct((SIZE,), jnp.float32)
+
+
+def add(x: jax.Array, y: jax.Array) -> jax.Array:
+    return triton_call(x, y, kernel=add_kernel, grid=(1,), out_type=VECTOR, SIZE=SIZE)
+
+
+def double(ref: jax.Array) -> jax.Array:
+    """Doubles a ``jax.Ref``, and returns what it held."""
+    return triton_call(ref, kernel=double_kernel, grid=(1,), out_type=VECTOR, SIZE=SIZE)
+
+
+def vector(address: int) -> np.ndarray:
+    return np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_float)), (SIZE,))
+
+
+def numpy_add(x: int, y: int, out: int) -> None:
+    vector(out)[:] = vector(x) + vector(y)
+
+
+def numpy_double(x: int, before: int, again: int) -> None:
+    assert again == x
+    vector(before)[:] = vector(x)
+    vector(x)[:] *= 2
+
+
+NUMPY: dict[str, Callable[..., None]] = {"add_kernel": numpy_add, "double_kernel": numpy_double}
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Chains run on the CPU; yields the names of the kernels that ran."""
+    ran: list[str] = []
+
+    def execute(call: xla_ffi.Call) -> None:
+        buffers = call.addresses()
+        for launch in triton_launch._announced[call.attributes["chain"]].launches:
+            NUMPY[launch.kernel.name](*(buffers[number] + offset for number, offset in launch.places))
+            ran.append(launch.kernel.name)
+
+    def announce(chain: triton_launch.Chain) -> str:
+        triton_launch._announced[chain.digest] = chain
+        return chain.digest
+
+    monkeypatch.setattr(triton_launch, "announce", announce)
+    monkeypatch.setattr(triton_launch, "TARGET_NAME", f"chain_{id(ran)}")
+    xla_ffi.register(f"chain_{id(ran)}", {"execute": execute}, platform="cpu")
+    yield ran
+
+
+X, Y = np.arange(SIZE, dtype=np.float32), np.ones(SIZE, np.float32)
+
+
+def test_kernels_run_in_order_on_each_others_results(on_cpu: list[str]):
+    def function(x, y):
+        total = add(x, y).reshape(2, SIZE // 2)
+        for _ in range(3):
+            total = add(total.reshape(SIZE), y)
+        return add(total, x), {"y": y}
+
+    got, unchanged = jax.jit(chained(function))(X, Y)
+    np.testing.assert_array_equal(got, 2 * X + 4)
+    np.testing.assert_array_equal(unchanged["y"], Y)
+    assert on_cpu == ["add_kernel"] * 5
+
+
+def test_what_no_kernel_needs_any_more_makes_room(on_cpu: list[str]):
+    def function(x, y):
+        for _ in range(50):
+            x = add(x, y)
+        return x
+
+    text = jax.jit(chained(function)).lower(X, Y).as_text()
+    [scratch] = re.findall(r"tensor<(\d+)xui8>", text.splitlines()[-4])
+    assert int(scratch) == 2 * 256, "one to read and one to write"
+    np.testing.assert_array_equal(jax.jit(chained(function))(X, Y), X + 50)
+
+
+def test_an_array_is_changed_in_place_and_the_callers_kept(on_cpu: list[str]):
+    @jax.jit
+    def in_layers(x, y):
+        ref = jax.new_ref(x)
+        first = double(ref)
+        second = double(ref)
+        return add(first, second), jax.freeze(ref), y
+
+    x = jnp.array(X)
+    total, changed, _ = jax.jit(chained(in_layers))(x, Y)
+    np.testing.assert_array_equal(total, 3 * X)
+    np.testing.assert_array_equal(changed, 4 * X)
+    np.testing.assert_array_equal(x, X)
+    assert on_cpu == ["double_kernel", "double_kernel", "add_kernel"]
+
+
+def test_literals_become_operands(on_cpu: list[str]):
+    np.testing.assert_array_equal(jax.jit(chained(lambda x: add(x, np.full(SIZE, 7, np.float32))))(X), X + 7)
+
+
+def test_what_cannot_be_chained_says_so():
+    with pytest.raises(ValueError, match="cannot have mul in it"):
+        jax.make_jaxpr(chained(lambda x: add(2 * x, x)))(X)
+
+    def hasty(x):
+        return triton_call(x, kernel=hasty_kernel, grid=(1,), out_type=VECTOR, SIZE=SIZE)
+
+    with pytest.raises(ValueError, match="hasty_kernel does not wait"):
+        jax.make_jaxpr(chained(hasty))(X)
+
+    def stale(x):
+        ref = jax.new_ref(x)
+        double(ref)
+        return add(x, jax.freeze(ref))
+
+    with pytest.raises(ValueError, match="as it was before"):
+        jax.make_jaxpr(chained(stale))(X)
+
+
+def test_a_handlers_error_is_the_programs():
+    def fail(call: xla_ffi.Call) -> None:
+        raise LookupError(f"no {call.attributes['what']}")
+
+    xla_ffi.register("failing", {"execute": fail}, platform="cpu")
+    call = jax.ffi.ffi_call("failing", VECTOR)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="LookupError: no luck"):
+        jax.jit(lambda x: call(x, what="luck"))(X)
+
+
+def decode_chain(rows: int, layers: int = 2) -> triton_launch.Chain:
+    """Of a decode step of the 8B shape."""
+    config = LLAMA_8B(layers)
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    spec = AttentionSpec(mesh, "triton", "triton", "triton", 128**-0.5)
+    assert llama.can_be_chained(config, rows, jnp.dtype(jnp.bfloat16), spec)
+    half, ints = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    params = param_structs(config, jnp.dtype(jnp.bfloat16), mesh)
+    cache = ((half((64, 16, 8, 128)),) * 2,) * layers
+    inputs = AttentionInputs(
+        ints((rows,)), ints((rows,)), ints((rows, 64)), ints((rows,)), ints((0, 64)), ints((0,)), ints((1,))
+    )
+    before = set(triton_launch._announced)
+    forward = partial(llama.forward, config=config, spec=replace(spec, chained=True))
+    jax.make_jaxpr(forward)(params, cache, ints((rows,)), inputs)
+    [digest] = set(triton_launch._announced) - before
+    return triton_launch._announced[digest]
+
+
+EARLY_LOADS = {
+    "add_rms_norm_kernel": 4,
+    "rope_kernel": 3,
+    "decode_kernel": 8,
+    "linear_kernel": 0,
+    "gated_linear_kernel": 0,
+}
+"""At most, of a thread: a row of weights; cosine, sine and a slot; an item of the plan and a block."""
+
+
+@pytest.mark.parametrize("rows", [1, 32, 128])
+def test_kernels_of_a_decode_step_touch_nothing_too_early(rows: int):
+    """In PTX: a program lets the next kernel come, and waits for those in front before it writes or copies anything."""
+    chain = decode_chain(rows)
+    kernels = {launch.kernel for launch in chain.launches}
+    assert {kernel.name for kernel in kernels} == EARLY_LOADS.keys()
+    for kernel in kernels:
+        before, wait, after = triton_launch.ptx(kernel).partition("griddepcontrol.wait;")
+        assert wait and wait not in after
+        assert "griddepcontrol.launch_dependents" in before and "st.global" in after
+        assert not re.search(r"st\.global|atom\.|red\.global|cp\.async\.c[ag]", before)
+        assert before.count("ld.global") <= EARLY_LOADS[kernel.name]
+        reads_ahead = kernel.name in ("linear_kernel", "gated_linear_kernel", "decode_kernel")
+        assert ("cp.async.bulk.prefetch.L2" in before) == reads_ahead
+
+
+def test_a_binary_is_compiled_once_a_machine(cache, monkeypatch: pytest.MonkeyPatch):
+    kernel = decode_chain(8).launches[0].kernel
+    first = triton_launch.compiled(kernel)
+    assert first.code.startswith(b"\x7fELF")
+    monkeypatch.setattr(triton_launch, "_compile", lambda kernel: pytest.fail("compiled again"))
+    assert triton_launch.compiled(kernel) == first
