@@ -23,15 +23,19 @@ class SchedulerLimits:
 
 PROMPT_STEPS = 18
 """Over about so many steps the prompt tokens that wait are spread while sequences decode."""
+MAX_POSTPONED = 4
+"""Steps in a row that may leave prompts to later ones."""
 
 
 class Draft:
     """How many tokens each request computes, and what the step still has room for."""
 
-    def __init__(self, limits: SchedulerLimits) -> None:
+    def __init__(self, limits: SchedulerLimits, postponed: int = 0) -> None:
         self.counts: dict[Request, int] = {}
         self.budget = limits.max_num_batched_tokens
         self.prefill_rows = limits.max_prefill_rows
+        self.postponed = postponed
+        """Steps in a row that left prompts to later ones: before this one, and after ``shorten`` with it."""
         self._limits = limits
         self.cached_blocks = MAX_CACHED_BLOCKS
         self.incomplete: list[Request] = []
@@ -41,20 +45,31 @@ class Draft:
         self.queried_tokens = 0
         self.cached_tokens = 0
 
-    def shorten(self, prompt_tokens: int) -> None:
-        """Leave room for a part of the ``prompt_tokens`` that are to be computed. Sequences that decode, which are in
-        already, wait for them: the fewer there are, the shorter the step. And rather than pad much, a step is of the
-        next smaller size, if that holds most of them, and another one computes the rest."""
+    def shorten(self, prompt_tokens: int, more: bool) -> None:
+        """Leave room for a part of the ``prompt_tokens`` that could be computed now; ``more`` may wait behind them.
+
+        Sequences that decode, which are in already, wait for a step with prompts: the fewer tokens these have, the
+        shorter it is. And it should pad little. Where it would, it is of the next smaller size, if that holds most of
+        them, and another step computes the rest; or they are postponed for a few steps, in which others may join them:
+        a seat that is empty for a step costs less than a tenth of a step of padding.
+        """
         sizes, decoding = self._limits.step_sizes, len(self.counts)
+        postponed, self.postponed = self.postponed, 0
         if not (sizes and prompt_tokens):
             return
+        wanted = prompt_tokens
         if decoding:
             low, high = self._limits.chunk_tokens
-            prompt_tokens = min(prompt_tokens, max(low, min(high, prompt_tokens // PROMPT_STEPS)))
-        wanted = decoding + prompt_tokens
-        place = min(bisect_left(sizes, wanted), len(sizes) - 1)
-        if place and wanted < sizes[place] * 3 // 4 and sizes[place - 1] - decoding >= prompt_tokens // 2:
-            place -= 1
+            wanted = min(prompt_tokens, max(low, min(high, prompt_tokens // PROMPT_STEPS)))
+        place = min(bisect_left(sizes, decoding + wanted), len(sizes) - 1)
+        padding = sizes[place] - decoding - prompt_tokens
+        # Where nobody decodes, another step costs at least what one of the smallest size does.
+        if padding > (sizes[place] // 10 if decoding else sizes[0]):
+            if place and sizes[place - 1] - decoding >= wanted // 2:
+                place -= 1
+            elif decoding and postponed < MAX_POSTPONED and (more or 2 * decoding >= self._limits.max_num_seqs):
+                self.postponed, self.budget = postponed + 1, 0
+                return
         self.budget = max(0, min(self.budget, sizes[place] - decoding))
 
     def size(self, request: Request, wanted: int) -> int:

@@ -19,13 +19,7 @@ from jaxserve.request import FinishReason, Request, Status
 from jaxserve.scheduling.draft import Draft, SchedulerLimits, is_prefill, row_sampling, take_prompt_work, wanted_tokens
 from jaxserve.scheduling.integrity import check_integrity
 from jaxserve.scheduling.kv_manager import KVManager
-from jaxserve.scheduling.schedule import (
-    DEVICE_TOKEN,
-    MAX_CACHED_BLOCKS,
-    ScheduledRequest,
-    SchedulerOutput,
-    Swap,
-)
+from jaxserve.scheduling.schedule import DEVICE_TOKEN, MAX_CACHED_BLOCKS, ScheduledRequest, SchedulerOutput, Swap
 from jaxserve.scheduling.swap_space import SwapSpace
 from jaxserve.scheduling.waiting import WaitingQueue, by_rank
 
@@ -63,6 +57,8 @@ class Scheduler:
         self._preempted: list[str] = []
         """Since the last step that was scheduled; likewise those of them that are to be swapped out."""
         self._swap_out: list[Swap] = []
+        self._postponed = 0
+        """See ``Draft``."""
         self._evicted = 0
         """Cached blocks that had given way by then."""
 
@@ -103,17 +99,19 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput | None:
         """The next step, or None if nothing can run before a step in flight is collected (or at all)."""
-        draft = Draft(self.limits)
+        draft = Draft(self.limits, self._postponed)
         preempted = len(self._preempted)
         try:
             prompts = self._schedule_decoding(draft)
-            draft.shorten(sum(map(wanted_tokens, prompts)) + self.waiting.num_tokens)
+            tokens = sum(map(wanted_tokens, prompts)) + self.waiting.tokens_of_first(self.num_free_slots)
+            draft.shorten(tokens, more=len(self.waiting) > self.num_free_slots)
             self._schedule_prompts(draft, prompts)
         except _DrainNeeded:
             return None
         if len(self._preempted) == preempted:
             self._admit_waiting(draft)
         self._spend_rest(draft)
+        self._postponed = draft.postponed
         return self._commit(draft) if draft.counts else None
 
     def _schedule_decoding(self, draft: Draft) -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import islice
 from operator import attrgetter
 
 from jaxserve.request import Request
@@ -39,6 +40,10 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         self.pop(bisect_left(self._requests, request.rank, key=by_rank))
+
+    def tokens_of_first(self, count: int) -> int:
+        """Tokens that so many, if they could be admitted now, want to compute."""
+        return sum(r.num_tokens - r.num_computed_tokens for r in islice(self._requests, count) if not r.is_held)
 
     def check_integrity(self) -> None:
         assert self._requests == sorted(self._requests, key=by_rank), "the queue is out of order"

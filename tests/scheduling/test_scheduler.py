@@ -7,7 +7,9 @@ import random
 import pytest
 
 from jaxserve.request import FinishReason, SamplingParams, Status
+from jaxserve.scheduling.draft import MAX_POSTPONED
 from jaxserve.scheduling.schedule import DEVICE_TOKEN
+from jaxserve.scheduling.scheduler import Scheduler
 from jaxserve.scheduling.swap_space import SwapSpace
 from tests.scheduling.factories import EOS, collect, make_request, make_scheduler, run_all, run_step
 
@@ -54,19 +56,51 @@ def test_steps_are_short_while_sequences_decode_and_longer_the_more_prompt_token
     assert sorted(sizes, reverse=True) == sizes
 
 
-def test_the_rest_of_a_prompt_is_computed_at_once_beside_many_that_decode():
-    """Where the next smaller size has room for a token or two, it takes them all to come to an end."""
-    scheduler = make_scheduler(num_blocks=400, max_num_seqs=8, budget=64, prefill_rows=8, **SIZES)
+def seven_decode(max_num_seqs: int) -> Scheduler:
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=max_num_seqs, budget=64, prefill_rows=8, **SIZES)
     for _ in range(7):
         scheduler.add(make_request(2, 50))
     run_step(scheduler)
+    return scheduler
+
+
+def test_the_rest_of_a_prompt_is_computed_at_once_beside_many_that_decode():
+    """Where the next smaller size has room for a token or two, it takes them all to come to an end."""
+    scheduler = seven_decode(max_num_seqs=16)
     scheduler.add(make_request(4, request_id="late"))
     step = run_step(scheduler)
     assert len(step.decode) == 7 and sizes(step)["late"] == 4
 
 
-@pytest.mark.parametrize(("prompt", "sizes"), [(100, [64, 32, 4]), (40, [32, 8]), (60, [60]), (11, [8, 3]), (5, [5])])
-def test_where_nobody_decodes_steps_are_as_large_as_pads_little(prompt, sizes):
+def test_prompts_that_would_leave_a_step_half_empty_wait_a_little_for_others():
+    """Where most seats are taken."""
+    scheduler = seven_decode(max_num_seqs=10)
+    scheduler.add(make_request(4, request_id="early"))
+    assert not run_step(scheduler).prefill and not run_step(scheduler).prefill
+    scheduler.add(make_request(5, request_id="late"))
+    step = run_step(scheduler)
+    assert (sizes(step)["early"], sizes(step)["late"], step.num_tokens) == (4, 5, 16)
+
+
+def test_nobody_waits_for_others_for_long():
+    scheduler = seven_decode(max_num_seqs=8)
+    for _ in range(2):
+        scheduler.add(make_request(4, 2))
+        steps = [bool(run_step(scheduler).prefill) for _ in range(8)]
+        assert steps == [False] * MAX_POSTPONED + [True, False, False, False]
+
+
+def test_whether_others_join_depends_on_who_can_have_a_seat():
+    """A queue behind full seats fills no step."""
+    scheduler = seven_decode(max_num_seqs=8)
+    for _ in range(9):
+        scheduler.add(make_request(9, 40))
+    step = run_step(scheduler)
+    assert step.num_tokens == 16 and len(step.prefill) == 1
+
+
+@pytest.mark.parametrize(("prompt", "sizes"), [(100, [64, 32, 4]), (40, [32, 8]), (60, [60]), (11, [11]), (5, [5])])
+def test_where_nobody_decodes_steps_pad_less_than_another_step_would_cost(prompt, sizes):
     scheduler = make_scheduler(num_blocks=400, budget=64, **SIZES)
     scheduler.add(make_request(prompt))
     assert [run_step(scheduler).num_tokens for _ in sizes] == sizes
