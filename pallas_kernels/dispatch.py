@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -89,7 +90,9 @@ def _implementation(operation: str, backend: str) -> Callable[..., Any]:
 def chained(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which may do nothing with arrays but give them to Triton kernels, change ``jax.Ref``s by these and
     reshape, with its kernels launched so that each begins before the one in front of it has ended (on a Hopper GPU):
-    see ``triton_chain``."""
+    see ``triton_chain``. JAXSERVE_TRITON=xla in the environment leaves launching to XLA, to compare."""
+    if os.environ.get("JAXSERVE_TRITON"):
+        return function
     from pallas_kernels import triton_chain  # not everywhere
 
     return triton_chain.chained(function)

@@ -3,7 +3,8 @@
 XLA has a custom call whose kernel is given in Triton's IR. Such kernels are plain nodes of a program's CUDA graph and
 may be on the multiprocessors before the kernel in front of them has ended (programmatic dependent launch), and XLA
 compiles them, on all cores and outside Python's lock. jax-triton compiles in Python, and each of its kernels is a graph
-of its own within the graph; JAXSERVE_TRITON=jax_triton in the environment chooses it, to compare.
+of its own within the graph; JAXSERVE_TRITON=jax_triton in the environment chooses it, to compare. Decode steps go
+further: see ``triton_chain``.
 """
 
 from __future__ import annotations
