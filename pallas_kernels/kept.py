@@ -27,11 +27,12 @@ def kept(name: str, key: tuple[object, ...], sources: Iterable[Path], make: Call
     for source in sources:
         digest.update(source.read_bytes())
     path = folder / f"{name}-{digest.hexdigest()}"
-    with suppress(FileNotFoundError):
+    with suppress(OSError):
         return path.read_bytes()
     content = make()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-        file.write(content)
-    os.replace(file.name, path)  # whole, or not at all
+    with suppress(OSError):  # a full disk, a cache for reading: the next process makes it again
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            file.write(content)
+        os.replace(file.name, path)  # whole, or not at all
     return content
