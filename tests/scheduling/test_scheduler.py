@@ -90,6 +90,16 @@ def test_nobody_waits_for_others_for_long():
         assert steps == [False] * MAX_POSTPONED + [True, False, False, False]
 
 
+def test_where_few_decode_nobody_waits_for_others():
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=4, budget=64, **SIZES)
+    for _ in range(3):
+        scheduler.add(make_request(2, 50))
+    run_step(scheduler)
+    for _ in range(4):
+        scheduler.add(make_request(4))
+    assert run_step(scheduler).prefill
+
+
 def test_whether_others_join_depends_on_who_can_have_a_seat():
     """A queue behind full seats fills no step."""
     scheduler = seven_decode(max_num_seqs=8)
