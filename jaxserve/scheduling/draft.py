@@ -65,7 +65,7 @@ class Draft:
         padding = sizes[place] - decoding - prompt_tokens
         # Where nobody decodes, another step costs at least what one of the smallest size does.
         if padding > (sizes[place] // 10 if decoding else sizes[0]):
-            if place and sizes[place - 1] - decoding >= wanted // 2:
+            if place and sizes[place - 1] - decoding >= max(1, wanted // 2):
                 place -= 1
             elif postponed < MAX_POSTPONED and self._others_may_join(decoding, more):
                 self.postponed, self.budget = postponed + 1, 0
