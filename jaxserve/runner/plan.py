@@ -81,8 +81,13 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
     """Decide what the configuration leaves open; raises ``ValueError`` for what cannot be. ``compute_capability`` is an
     NVIDIA GPU's, such as "9.0"."""
     on_gpu = platform == "gpu"
-    max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
+    max_num_seqs = config.max_num_seqs or min(budget, 256 if on_gpu else 16)
+    if budget < max_num_seqs:
+        raise ValueError(
+            f"--max-num-batched-tokens ({budget}) must be at least --max-num-seqs ({max_num_seqs}): each sequence that"
+            " runs takes a token of a step"
+        )
     max_model_len = resolve_max_model_len(config.max_model_len, model)
     rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
     tokens = config.token_buckets or _token_sizes(budget, on_gpu)

@@ -93,6 +93,12 @@ def test_chunks_that_cannot_be_are_refused(chunk):
         EngineConfig(model="8B", prefill_chunk_tokens=chunk)
 
 
+def test_a_step_has_a_token_for_every_sequence():
+    assert make_plan(EngineConfig(model="8B", max_num_batched_tokens=128), LLAMA_8B(1), *HOPPER).max_num_seqs == 128
+    with pytest.raises(ValueError, match=r"--max-num-batched-tokens \(128\) must be at least --max-num-seqs \(200\)"):
+        make_plan(EngineConfig(model="8B", max_num_batched_tokens=128, max_num_seqs=200), LLAMA_8B(1), *HOPPER)
+
+
 def test_small_steps_spare_the_start_mosaic_gpu():
     plan = make_plan(EngineConfig(model="8B"), LLAMA_8B(1), *HOPPER)
     backends = {bucket.tokens: plan.prefill_backend_of(bucket) for bucket in plan.ladder.all() if bucket.prefill_rows}
