@@ -31,7 +31,7 @@ def cache_root() -> Path:
     return (shared if shared.is_absolute() else Path.home() / ".cache") / "jaxserve"
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model and the engine. ``None`` and "auto" mean: chosen by device and model, and logged.
 
     Raises ``ValueError``, naming the flag, for a value that can never work.

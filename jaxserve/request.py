@@ -113,6 +113,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured: StructuredSpec | None = None
 
     def __post_init__(self) -> None:
+        for name in ("stop", "bad_words"):
+            if isinstance(value := getattr(self, name), str):  # not its characters
+                msgspec.structs.force_setattr(self, name, (value,))
         for name, (low, high) in RANGES.items():
             value = getattr(self, name)
             if not isfinite(value) or not low <= value <= high:

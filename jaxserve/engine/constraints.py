@@ -58,10 +58,11 @@ class Constraints:
 
     def forget(self, request_id: str) -> None:
         """The request has ended."""
-        self._compiling.pop(request_id, None)
+        if compiling := self._compiling.pop(request_id, None):
+            compiling[1].cancel()  # unless it has begun
         self._running.pop(request_id, None)
 
-    def bind(self, schedule: SchedulerOutput) -> bool:
+    def needs_mask(self, schedule: SchedulerOutput) -> bool:
         """Whether some of a step's rows need a mask."""
         return bool(self._running) and any(row.samples and row.request_id in self._running for row in schedule.rows)
 

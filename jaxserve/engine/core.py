@@ -92,9 +92,7 @@ class EngineCore:
             policy,
             self._swaps.make_space(),
         )
-        max_kv_tokens = self.scheduler.kv.pool.num_usable * plan.block_size
-        if window is not None and max_kv_tokens >= window + plan.max_num_batched_tokens + 2 * plan.block_size:
-            max_kv_tokens = max(max_kv_tokens, plan.max_model_len)  # no request ever holds more than that
+        max_kv_tokens = plan.longest_request(self.scheduler.kv.pool.num_usable, window)
         self.info = ModelInfo(
             vocab_size=vocab_size,
             max_model_len=min(plan.max_model_len, max_kv_tokens) if plan.fit_model_len else plan.max_model_len,
@@ -126,8 +124,7 @@ class EngineCore:
         self._deadlines = Deadlines()
         self._groups: dict[str, set[str]] = {}
         """Unfinished requests by the call that they belong to."""
-        self.stalled = False
-        """Requests wait, and nothing moves."""
+        self._stalled = False
         self._compiled = compiles.total()
         self._last_collected = 0.0
         self._arrivals = 0
@@ -152,7 +149,7 @@ class EngineCore:
             model_name=model_name or config.model,
             startup_seconds=runner.startup_seconds,
             prefix_caching=config.enable_prefix_caching,
-            window=None if None in model.windows else max(w for w in model.windows if w),
+            window=model.widest_window,
             policy=config.scheduling_policy,
         )
 
@@ -221,11 +218,11 @@ class EngineCore:
             now = time.monotonic()
             self._mark_admitted(schedule, now)
             self._swaps.run(schedule)
-            step = self.runner.submit(schedule, masked=self._constraints.bind(schedule))
+            step = self.runner.submit(schedule, masked=self._constraints.needs_mask(schedule))
             self._pending.append(_Submitted(step, now, now - start, time.monotonic() - now))
             self._sample_first()
         if not self._pending:
-            self._check_stalled()
+            self._wait_for_others()
             return ended
         start = time.monotonic()
         # Waited for before it is taken from the queue: an interrupt while waiting loses nothing.
@@ -251,13 +248,17 @@ class EngineCore:
             outputs.append(ClientOutput(request.client, ending(request, error=error)))
         return outputs
 
-    def _check_stalled(self) -> None:
-        """Requests wait, and nothing is in flight whose end could change anything: that must not happen."""
-        if not self.scheduler.waiting or self._constraints.wait() or self._swaps.wait():
-            return
-        if not self.stalled:
+    @property
+    def stalled(self) -> bool:
+        """Whether requests wait, and nothing is in flight whose end could change anything: that must not happen."""
+        return self._stalled and self.has_work()
+
+    def _wait_for_others(self) -> None:
+        """No step can be made: wait a moment for grammars and for blocks from the host, if anybody waits for them."""
+        stalled = bool(self.scheduler.waiting) and not (self._constraints.wait() or self._swaps.wait())
+        if stalled and not self._stalled:
             logger.error("no request can be admitted, and nothing runs: %s", self.scheduler.why_waiting())
-        self.stalled = True
+        self._stalled = stalled
 
     def _expire(self) -> list[ClientOutput]:
         """End the answers whose time is up with what they have."""
@@ -289,7 +290,7 @@ class EngineCore:
         finished: list[str] = []
         counted = 0
         for item, row in zip(submitted.step.schedule.rows, results, strict=True):
-            request, tokens = self.scheduler.collect(item, row.token_ids, finite=row.fault is None)
+            request, tokens = self.scheduler.collect(item, row.token_ids, finite=row.finite)
             if row.fault and request.status is not Status.FINISHED:
                 self._finish(request, FinishReason.ERROR, request.num_output_tokens)
                 outputs.append(ClientOutput(request.client, ending(request, error=row.fault)))
@@ -302,14 +303,14 @@ class EngineCore:
                 continue
             counted += self._count_tokens(request, len(tokens), now)
             if request.status is Status.FINISHED:
-                self._count_finished(request, request.num_output_tokens)
+                self._forget(request, request.num_output_tokens)
                 finished.append(request.request_id)
             outputs.append(ClientOutput(request.client, new_tokens(request, item, row, tokens)))
             if request.sampling.structured and self._constraints.advance(request, tokens):
                 self._finish(request, FinishReason.STOP, request.num_output_tokens)
                 outputs.append(ClientOutput(request.client, ending(request)))
                 finished.append(request.request_id)
-        self.stalled = False
+        self._stalled = False
         self._record(submitted, now, wait_seconds, finished, counted)
         return outputs
 
@@ -329,10 +330,11 @@ class EngineCore:
 
     def _finish(self, request: Request, reason: FinishReason, output_tokens: int) -> None:
         self.scheduler.finish(request, reason)
-        self._count_finished(request, output_tokens)
+        self._forget(request, output_tokens)
         self._publish()
 
-    def _count_finished(self, request: Request, output_tokens: int) -> None:
+    def _forget(self, request: Request, output_tokens: int) -> None:
+        """Count a request that has ended, and let go of what was kept for it."""
         if request.sampling.stop:
             # A stop string may still cut what was generated: counted at the end. (If the request reaches its own end
             # before the client's word of a stop string comes, the tokens between count as generated.)
@@ -376,7 +378,8 @@ class EngineCore:
         swap = self.scheduler.swap
         busy = event.collected - max(event.submitted, self._last_collected)
         self._last_collected = event.collected
-        if swap is not None and event.kind != "decode":
+        many = self.scheduler.limits.max_num_batched_tokens // 32
+        if swap is not None and sum(event.prefill_tokens) >= max(many, len(event.decode_requests)):
             swap.learn(busy / event.num_tokens)
 
     def _publish(self) -> None:

@@ -20,7 +20,7 @@ from jaxserve.demo import demo_model_directory
 from jaxserve.engine.admission import make_requests
 from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.engine.core import EngineCore
-from jaxserve.engine.defaults import sampling_defaults
+from jaxserve.engine.defaults import check_model, sampling_defaults
 from jaxserve.engine.messages import PromptLogprobs, TokenOutput
 from jaxserve.engine.output import ChoiceOutput, Token
 from jaxserve.request import EngineRequest, Pooling, SamplingParams, seed_source
@@ -29,7 +29,8 @@ from jaxserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, or ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
 Message = Mapping[str, Any]
 
 
@@ -49,14 +50,23 @@ class Completion:
     def token_ids(self) -> list[int]:
         return [token.token_id for token in self.tokens]
 
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Of all tokens together, if log-probabilities were asked for."""
+        logprobs = [token.logprob for token in self.tokens if token.logprob is not None]
+        return sum(logprobs) if logprobs else None
+
 
 @dataclass
 class RequestOutput:
     """A prompt and its answers."""
 
+    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[Completion]
+    num_cached_tokens: int = 0
+    """Prompt tokens that did not have to be computed."""
     prompt_logprobs: list[PromptLogprobs] | None = None
     """Of all prompt tokens but the first, where ``SamplingParams.prompt_logprobs`` asks for them."""
 
@@ -87,6 +97,7 @@ class LLM:
         backend.configure(self.config)
         compiles.thaw()
         directory = demo_model_directory(progress=progress) if self.config.model == "demo" else Path(model)
+        check_model(self.config, directory)
         self.tokenizer = Tokenizer.load(self.config.tokenizer or directory, chat_template)
         self.engine = EngineCore.load(self.config, directory, progress)
         self._defaults = sampling_defaults(
@@ -100,20 +111,27 @@ class LLM:
         return SamplingParams(**{**self._defaults, **changes})
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: SamplingParams | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts, given as text or as token ids, in their order. Raises ``ValueError`` before anything runs
-        if one of them can never be served."""
+        """Complete prompts in their order, with the same parameters or each with its own. Raises ``ValueError`` before
+        anything runs if one of them can never be served."""
         return self._run(self._encoded(prompts), sampling_params or self.default_sampling_params())
 
     def chat(
         self,
         conversations: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of messages) or several, through the model's chat template."""
+        """Answer one conversation (a list of messages) or several, through the model's chat template, which is given
+        the ``template_options``."""
+        if strange := template_options.keys() & set(SamplingParams.__struct_fields__):
+            raise TypeError(f"{', '.join(sorted(strange))}: fields of SamplingParams, not of the chat template")
         several = [conversations] if conversations and isinstance(conversations[0], Mapping) else conversations
+        if any(not isinstance(message, Mapping) for messages in several for message in messages):
+            raise TypeError('a conversation is a list of messages, such as {"role": "user", "content": "Hello!"}')
         prompts = [(None, self.tokenizer.encode_chat(list(messages), **template_options)) for messages in several]  # type: ignore[arg-type]
         params = sampling_params or self.default_sampling_params(max_tokens=None)
         return self._run(prompts, params)
@@ -138,21 +156,34 @@ class LLM:
     def _encoded(self, prompts: Prompt | Sequence[Prompt]) -> list[tuple[str | None, list[int]]]:
         """Each prompt's text, where it is one, and its ids."""
         several: list[Prompt] = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[list-item, arg-type]
-        return [(p, self.tokenizer.encode(p)) if isinstance(p, str) else (None, list(p)) for p in several]
+        return [self._encoded_one(prompt) for prompt in several]
 
-    def _run(self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams) -> list[RequestOutput]:
-        params = with_bad_words(params, self.tokenizer)
-        if params.structured is not None:
-            self.engine.grammars.compile(params.structured).result()  # raises what is wrong with it
+    def _encoded_one(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, Mapping):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            if "prompt" not in prompt:
+                raise ValueError(f'a prompt that is a dict has "prompt" or "prompt_token_ids", got {sorted(prompt)}')
+            return self._encoded_one(prompt["prompt"])
+        return (prompt, self.tokenizer.encode(prompt)) if isinstance(prompt, str) else (None, list(prompt))
+
+    def _run(
+        self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[RequestOutput]:
+        of_each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(of_each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts need as many sampling_params, or one, got {len(of_each)}")
         results: list[RequestOutput] = []
         growing: dict[str, _Growing] = {}
         requests = []
-        for text, ids in prompts:
-            batch = make_requests(
-                f"offline-{next(self._ids)}", ids, params, self.engine.info, draw_seed=self._draw_seed
-            )
+        for (text, ids), own in zip(prompts, of_each, strict=True):
+            params = with_bad_words(own, self.tokenizer)
+            if params.structured is not None:
+                self.engine.grammars.compile(params.structured).result()  # raises what is wrong with it
+            name = f"offline-{next(self._ids)}"
+            batch = make_requests(name, ids, params, self.engine.info, draw_seed=self._draw_seed)
             answers = [Completion(index) for index in range(len(batch))]
-            results.append(RequestOutput(text, ids, answers))
+            results.append(RequestOutput(name, text, ids, answers))
             for request, answer in zip(batch, answers, strict=True):
                 growing[request.request_id] = _Growing(results[-1], answer, ChoiceOutput(self.tokenizer, params))
             requests += batch
@@ -170,6 +201,8 @@ class LLM:
                 while go_on():
                     for _, output in self.engine.step():
                         take(output)
+                    if self.engine.stalled:
+                        raise RuntimeError(f"the engine stalls: {self.engine.scheduler.why_waiting()}")
                     check()
         finally:
             # An interrupted call leaves nothing behind; those that have ended are unknown by now.
@@ -201,6 +234,7 @@ class _Growing:
     def feed(self, output: TokenOutput) -> None:
         if output.prompt_logprobs is not None:
             self.result.prompt_logprobs = output.prompt_logprobs
+        self.result.num_cached_tokens = max(self.result.num_cached_tokens, output.cached_tokens)
         delta = self.choice.feed(output)
         if delta is not None:
             self.answer.text += delta.text
@@ -230,4 +264,4 @@ def _interrupts_between_steps() -> Iterator[Callable[[], None]]:
 
 
 def _is_single(prompts: Any) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+    return isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))

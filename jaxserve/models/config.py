@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from jaxserve.models.registry import ARCHITECTURES
+
+logger = logging.getLogger(__name__)
+
+MAX_EOS_IDS = 32
 
 
 class CheckpointError(ValueError):
@@ -49,6 +54,11 @@ class ModelConfig:
     mlp_bias: bool
     checkpoint_dtype: str
     eos_token_ids: frozenset[int]
+
+    @property
+    def widest_window(self) -> int | None:
+        """Tokens that the layer with the widest view sees; None if a layer sees all."""
+        return None if None in self.windows else max(window for window in self.windows if window)
 
 
 def load_json(path: Path) -> dict[str, Any]:
@@ -105,7 +115,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         o_bias=bias,
         mlp_bias=bool(raw.get("mlp_bias")),
         checkpoint_dtype=_dtype(raw),
-        eos_token_ids=_ids(raw) | _ids(load_generation_config(directory)) | _tokenizer_eos(directory),
+        eos_token_ids=_eos_ids(raw, directory),
     )
 
 
@@ -209,6 +219,17 @@ def _dtype(raw: dict[str, Any]) -> str:
     """``dtype`` (the newer key) wins over ``torch_dtype``; null counts as absent; neither means float32."""
     name = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     return str(name).removeprefix("torch.")
+
+
+def _eos_ids(raw: dict[str, Any], directory: Path) -> frozenset[int]:
+    """Those that the model can generate: a fine-tune's tokenizer may name one that its embedding has no row for."""
+    stated = _ids(raw) | _ids(load_generation_config(directory)) | _tokenizer_eos(directory)
+    ids = frozenset(i for i in stated if i < raw["vocab_size"])
+    if ids != stated:
+        logger.warning("the model has no tokens %s, which are said to end answers", sorted(stated - ids))
+    if len(ids) > MAX_EOS_IDS:
+        raise CheckpointError(f"at most {MAX_EOS_IDS} tokens may end an answer, the checkpoint says {len(ids)}")
+    return ids
 
 
 def _ids(raw: dict[str, Any]) -> frozenset[int]:

@@ -15,6 +15,7 @@ import numpy as np
 from jax import lax
 
 import pallas_kernels
+from jaxserve.models.config import MAX_EOS_IDS
 from jaxserve.request import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS_TOKENISED,
@@ -29,7 +30,7 @@ Array = jax.Array
 
 NONE = -1
 """In the place of a token id."""
-MAX_STOPS = MAX_STOP_TOKEN_IDS + 32
+MAX_STOPS = MAX_STOP_TOKEN_IDS + MAX_EOS_IDS
 """A request's own, and the model's."""
 LOADED_AT_ONCE = 4096
 """Ids that one call of ``load_row`` takes."""
@@ -115,7 +116,7 @@ def pack_row(slot: int, params: SamplingParams, options: RowOptions) -> Iterator
     biases[MAX_LOGIT_BIASES : MAX_LOGIT_BIASES + count] = values.view(np.int32)
     for word, row in zip(params.bad_words_token_ids, bad_words.reshape(-1, MAX_BAD_WORD_TOKENS), strict=False):
         row[-len(word) :] = word
-    assert len(options.stop_ids) <= MAX_STOPS, "a model with dozens of EOS ids"
+    assert len(options.stop_ids) <= MAX_STOPS
     stop_ids[: len(options.stop_ids)] = list(options.stop_ids)
     latest = generated[-len(recent) :]
     recent[len(recent) - len(latest) :] = latest

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CPU_KV_BYTES = 1 << 30
 BLOCKS_ROUNDED_TO = 256
+MAX_BLOCKS = 1 << 20
+"""The scheduler's lists of them should not take gigabytes, as they would for a tiny model on a large GPU."""
 SCORED_AT_ONCE = 256
 """Prompt tokens whose logits exist at a time, however many are asked for."""
 WORKSPACE_BYTES = 512 << 20
@@ -67,13 +69,25 @@ class Plan:
         """Blocks of a sequence of the greatest length."""
         return -(-self.max_model_len // self.block_size)
 
+    def longest_request(self, num_blocks: int, window: int | None) -> int:
+        """Tokens of the longest request that so many blocks can serve: with a sliding ``window`` it never holds more
+        than that, what a step computes and two blocks of which it needs a part."""
+        tokens = num_blocks * self.block_size
+        endless = window is not None and tokens >= window + self.max_num_batched_tokens + 2 * self.block_size
+        return max(tokens, self.max_model_len) if endless else tokens
+
 
 def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_capability: str = "") -> Plan:
     """Decide what the configuration leaves open; raises ``ValueError`` for what cannot be. ``compute_capability`` is an
     NVIDIA GPU's, such as "9.0"."""
     on_gpu = platform == "gpu"
-    max_num_seqs = config.max_num_seqs or (256 if on_gpu else 16)
     budget = config.max_num_batched_tokens or (8192 if on_gpu else 512)
+    max_num_seqs = config.max_num_seqs or min(budget, 256 if on_gpu else 16)
+    if budget < max_num_seqs:
+        raise ValueError(
+            f"--max-num-batched-tokens ({budget}) must be at least --max-num-seqs ({max_num_seqs}): each sequence that"
+            " runs takes a token of a step"
+        )
     max_model_len = resolve_max_model_len(config.max_model_len, model)
     rows = config.row_buckets or _row_sizes(max_num_seqs, on_gpu)
     tokens = config.token_buckets or _token_sizes(budget, on_gpu)
@@ -181,8 +195,10 @@ def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax
         source = "--num-gpu-blocks-override"
     else:
         available, source = _kv_bytes(config, device, param_bytes, _program_bytes(plan, model))
-        # More than every slot at its greatest length can never be used.
-        blocks = min(available // per_block, plan.max_num_seqs * plan.table_width + 1)
+        blocks = min(available // per_block, MAX_BLOCKS)
+        if not config.kv_cache_memory and (device.platform == "cpu" or not config.enable_prefix_caching):
+            # Every slot at its greatest length; more would only keep prefixes.
+            blocks = min(blocks, plan.max_num_seqs * plan.table_width + 1)
         if device.platform != "cpu" and blocks > BLOCKS_ROUNDED_TO:
             # The number is part of every program's shape: free memory that differs by a little must not miss the cache.
             blocks -= blocks % BLOCKS_ROUNDED_TO
@@ -191,12 +207,12 @@ def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax
             f"{source} leaves room for {max(blocks, 0)} KV blocks of {per_block} bytes, at least 2 are needed;"
             " raise --kv-cache-memory, --gpu-memory-utilization or --num-gpu-blocks-override"
         )
-    tokens = (int(blocks) - 1) * plan.block_size
-    if tokens < plan.max_model_len and not plan.fit_model_len:
+    longest = plan.longest_request(blocks - 1, model.widest_window)
+    if longest < plan.max_model_len and not plan.fit_model_len:
         logger.warning(
             "the KV cache holds %d tokens, fewer than the model's %d: longer requests will be refused"
             " (--kv-cache-memory makes it larger, --max-model-len auto states what fits)",
-            tokens,
+            longest,
             plan.max_model_len,
         )
     return int(blocks)

@@ -45,6 +45,8 @@ class RowOutput(msgspec.Struct, frozen=True, gc=False):
     """Sampled tokens, one now; empty if the row does not sample or there is a fault."""
     fault: str | None = None
     """Why the row, which should sample, cannot."""
+    finite: bool = True
+    """Not so if that is because of what the model gave: then its KV may be broken too."""
     logprob: float | None = None
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
@@ -98,18 +100,18 @@ class PendingStep:
         rows = []
         for place, (token, item) in enumerate(zip(tokens.tolist(), self.schedule.rows, strict=False)):
             if token == NON_FINITE or (item.samples and token in FAULTS):
-                rows.append(RowOutput([], FAULTS[token]))
+                rows.append(RowOutput([], FAULTS[token], finite=token != NON_FINITE))
             elif not item.samples:
                 rows.append(NO_TOKEN)
             elif item.wants_logprobs:
                 top = tuple(top_ids[place].tolist()), tuple(top_logprobs[place].tolist())
-                rows.append(RowOutput([token], None, float(logprobs[place]), *top))
+                rows.append(RowOutput([token], None, True, float(logprobs[place]), *top))
             else:
                 rows.append(RowOutput([token]))
         if self._prompts is not None:
             for place, found in self._prompts.results(self.schedule, self._max_logprobs):
                 if found is None:
-                    rows[place] = RowOutput([], FAULTS[NON_FINITE])
+                    rows[place] = RowOutput([], FAULTS[NON_FINITE], finite=False)
                 else:
                     rows[place] = msgspec.structs.replace(rows[place], prompt=found)
         return StepOutput(rows)

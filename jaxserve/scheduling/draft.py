@@ -65,12 +65,18 @@ class Draft:
         padding = sizes[place] - decoding - prompt_tokens
         # Where nobody decodes, another step costs at least what one of the smallest size does.
         if padding > (sizes[place] // 10 if decoding else sizes[0]):
-            if place and sizes[place - 1] - decoding >= wanted // 2:
+            if place and sizes[place - 1] - decoding >= max(1, wanted // 2):
                 place -= 1
-            elif decoding and postponed < MAX_POSTPONED and (more or 2 * decoding >= self._limits.max_num_seqs):
+            elif postponed < MAX_POSTPONED and self._others_may_join(decoding, more):
                 self.postponed, self.budget = postponed + 1, 0
                 return
         self.budget = max(0, min(self.budget, sizes[place] - decoding))
+
+    def _others_may_join(self, decoding: int, more: bool) -> bool:
+        """Whether a few steps may bring more prompts: where many decode, some come to an end, and their seats are taken
+        by those that wait, or by new ones if the engine is busy."""
+        many = decoding >= self._limits.step_sizes[0] // 2
+        return many and (more or 2 * decoding >= self._limits.max_num_seqs)
 
     def size(self, request: Request, wanted: int) -> int:
         """Tokens that a request that wants ``wanted`` can have; 0 if none."""

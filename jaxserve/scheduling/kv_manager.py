@@ -153,7 +153,7 @@ class KVManager:
             request.announced_block = None
 
     def distrust(self, request: Request) -> None:
-        """The request went wrong: nobody else shall find the blocks that it wrote or read."""
+        """The request's KV went wrong: nobody else shall find the blocks that it wrote or read."""
         self.pool.withdraw(request.block_ids[request.num_passed_blocks :])
 
     def reset_cache(self) -> None:

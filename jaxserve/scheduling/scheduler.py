@@ -29,7 +29,8 @@ AGING_SECONDS = 10.0
 """Under the priority policy, a level of priority is worth this much waiting time."""
 
 LOOKAHEAD = 256
-"""Waiting requests that may be passed over to admit a later one, which bounds the time that looking for it takes."""
+"""Waiting requests that may be passed over to admit a later one, which bounds the time that looking for it takes. Held
+ones are not looked at."""
 
 
 class _DrainNeeded(Exception):
@@ -189,14 +190,14 @@ class Scheduler:
 
     def _admit_waiting(self, draft: Draft) -> None:
         """Admit by rank until somebody does not fit."""
-        place = 0
-        while place < min(len(self.waiting), LOOKAHEAD):
+        place = passed_over = 0
+        while place < len(self.waiting) and passed_over < LOOKAHEAD:
             if not (self._free_slots and draft.budget and draft.prefill_rows):
                 return
             request = self.waiting[place]
             cached = None if request.is_held else self._find_cached(request, draft)
             if cached is None:
-                place += 1
+                place, passed_over = place + 1, passed_over + (not request.is_held)
                 continue
             if not self._fits(request, cached, draft):
                 return
@@ -224,16 +225,17 @@ class Scheduler:
         if request.num_swapped_blocks and self.swap is not None and not self.swap.arrived(request.request_id):
             return False
         spare = self.kv.blocks_for(len(self.running)) << min(request.num_preemptions, 32)
-        brought = request.num_swapped_blocks or len(cached)
+        brought = request.num_swapped_blocks + len(cached)  # what the device's table is told of
         return brought <= draft.cached_blocks and self.kv.fits(self._tokens_to_hold(request, cached), cached, spare)
 
     def _tokens_to_hold(self, request: Request, cached: list[int]) -> int:
-        """Tokens that need blocks when a request is admitted: all, or what a sliding window and a step can touch."""
+        """Tokens that need blocks when a request is admitted: all, or what a sliding window and a step can touch, which
+        is no more than any pool has that longer requests are let in for."""
         if self.kv.window is None:
             return request.num_tokens
-        ahead = self.kv.window + self.limits.max_num_batched_tokens
-        reach = max(len(cached) * self.kv.block_size + ahead, request.num_computed_tokens)
-        return min(request.num_tokens, reach)
+        passed, known = cached.count(0) * self.kv.block_size, len(cached) * self.kv.block_size
+        reach = max(passed + self.kv.window, known) + self.limits.max_num_batched_tokens
+        return min(request.num_tokens, max(reach, request.num_computed_tokens))
 
     def _admit(self, request: Request, cached: list[int], draft: Draft) -> None:
         tokens = self._tokens_to_hold(request, cached)
@@ -339,7 +341,9 @@ class Scheduler:
         if request.status is Status.FINISHED:
             self._retire(request)
             return request, []
-        if finite and item.seq_len // self.kv.block_size > request.num_published_blocks:
+        if not finite:
+            self.kv.distrust(request)
+        elif item.seq_len // self.kv.block_size > request.num_published_blocks:
             self.kv.publish(request, item.seq_len)
         if self.kv.window is not None:
             self.kv.free_passed(request, item.seq_len)
@@ -365,8 +369,6 @@ class Scheduler:
                 self._swap_out = [swap for swap in self._swap_out if swap.request_id != request.request_id]
         else:
             self.running.remove(request)
-        if reason is FinishReason.ERROR:
-            self.kv.distrust(request)
         self.kv.withdraw_announcement(request)
         request.status = Status.FINISHED
         request.finish_reason = reason

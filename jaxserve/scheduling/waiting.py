@@ -43,7 +43,8 @@ class WaitingQueue:
 
     def tokens_of_first(self, count: int) -> int:
         """Tokens that so many, if they could be admitted now, want to compute."""
-        return sum(r.num_tokens - r.num_computed_tokens for r in islice(self._requests, count) if not r.is_held)
+        ready = (request for request in self._requests if not request.is_held)
+        return sum(request.num_tokens - request.num_computed_tokens for request in islice(ready, count))
 
     def check_integrity(self) -> None:
         assert self._requests == sorted(self._requests, key=by_rank), "the queue is out of order"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 
 import pytest
@@ -62,9 +63,9 @@ def test_everything_at_once_gives_the_tokens_of_lone_cold_runs(lone, llm, depth,
     name, work, expected = lone
     engine = llm(name, **SCARCE, async_depth=depth, swap_space=SWAP_SPACE).engine
     engine.reset_prefix_cache()
-    engine.events.clear()
+    monkeypatch.setattr(engine, "events", deque())  # of all steps, however many there are
     evicted = engine.scheduler.kv.pool.num_evicted
-    press(engine, monkeypatch, random.Random(depth))
+    press(engine, monkeypatch, random.Random(30 + depth))
     assert run(engine, work, 2) == expected
     preempted = sum(len(event.preempted) for event in engine.events)
     swapped = sum(len(event.swapped_out) for event in engine.events)

@@ -283,3 +283,19 @@ def test_sc02_an_engine_that_stalls_says_so_and_why(llm, monkeypatch, caplog):
     assert stuck in record.message and "needs 3 of 128 blocks" in record.message
     monkeypatch.undo()
     assert drain(engine)[stuck] and not engine.stalled
+
+
+def test_a_request_that_leaves_itself_no_token_harms_nobodys_cache(llm):
+    engine = llm("tiny-llama-3.1").engine
+    engine.reset_prefix_cache()
+    assert run_once(engine, "first") == 0
+    impossible = SamplingParams(max_tokens=2, allowed_token_ids=(7,), bad_words_token_ids=((7,),))
+    [bad] = add(engine, "bad", 40, impossible)
+    assert "no token is left" in drain(engine)[bad][-1].error
+    assert run_once(engine, "again") == 32
+
+
+def run_once(engine: EngineCore, name: str) -> int:
+    """Runs the same request; returns its cached tokens."""
+    [request_id] = add(engine, name, 40)
+    return drain(engine)[request_id][0].cached_tokens

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from jaxserve.config import EngineConfig
 from jaxserve.engine.defaults import sampling_defaults
 from jaxserve.engine.llm import LLM
-from jaxserve.models.config import CheckpointError, load_model_config
+from jaxserve.models.config import MAX_EOS_IDS, CheckpointError, load_model_config
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import INDEX, Checkpoint
 from jaxserve.request import SamplingParams
@@ -396,6 +396,22 @@ def test_eos_ids_of_both_files(checkpoint, name):
         "eos_ids"
     ]
     assert load_model_config(checkpoint(name)).eos_token_ids == set(expected)
+
+
+def test_an_eos_id_that_the_model_cannot_generate_is_left_out(copy, caplog):
+    """A fine-tune's tokenizer may have more tokens than its embedding."""
+    directory = copy("tiny-llama-3.1")
+    known = load_model_config(directory).eos_token_ids
+    edit_config(directory, eos_token_id=[*known, 100_000])
+    assert load_model_config(directory).eos_token_ids == known
+    assert "[100000]" in caplog.text
+
+
+def test_too_many_eos_ids_are_refused(copy):
+    directory = copy("tiny-llama-3.1")
+    edit_config(directory, eos_token_id=list(range(MAX_EOS_IDS + 1)))
+    with pytest.raises(CheckpointError, match="at most 32 tokens may end an answer"):
+        load_model_config(directory)
 
 
 # ---------------------------------------------------------------------------- generation_config.json

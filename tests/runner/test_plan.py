@@ -93,6 +93,12 @@ def test_chunks_that_cannot_be_are_refused(chunk):
         EngineConfig(model="8B", prefill_chunk_tokens=chunk)
 
 
+def test_a_step_has_a_token_for_every_sequence():
+    assert make_plan(EngineConfig(model="8B", max_num_batched_tokens=128), LLAMA_8B(1), *HOPPER).max_num_seqs == 128
+    with pytest.raises(ValueError, match=r"--max-num-batched-tokens \(128\) must be at least --max-num-seqs \(200\)"):
+        make_plan(EngineConfig(model="8B", max_num_batched_tokens=128, max_num_seqs=200), LLAMA_8B(1), *HOPPER)
+
+
 def test_small_steps_spare_the_start_mosaic_gpu():
     plan = make_plan(EngineConfig(model="8B"), LLAMA_8B(1), *HOPPER)
     backends = {bucket.tokens: plan.prefill_backend_of(bucket) for bucket in plan.ladder.all() if bucket.prefill_rows}
@@ -131,3 +137,31 @@ def test_op16_the_pool_takes_what_others_leave_or_says_what_there_is():
         ):
             blocks(8 * 2**30, used)
     assert blocks(8 * 2**30, 9 * 2**30, kv_cache_memory=1000 * per_block) == 1000 - 1000 % BLOCKS_ROUNDED_TO
+
+
+def test_more_than_the_slots_need_keeps_prefixes():
+    """Only where there are some to keep, or where it was asked for."""
+    model = LLAMA_8B(1)
+    options = {"model": "8B", "max_num_seqs": 2, "max_num_batched_tokens": 128, "max_model_len": 160}
+    plan = make_plan(EngineConfig(**options), model, *HOPPER)
+    per_block = 2 * model.num_kv_heads * model.head_dim * plan.block_size * plan.dtype.itemsize
+    slots = 2 * 10 + 1
+
+    def blocks(platform="gpu", **more):
+        return num_blocks(EngineConfig(**options, **more), plan, model, Device(16 * 2**30, 0, platform), 0)
+
+    assert blocks() * per_block > 8 * 2**30
+    assert blocks(enable_prefix_caching=False) == blocks("cpu") == slots
+    assert blocks("cpu", kv_cache_memory=100 * per_block) == 100
+
+
+def test_a_window_serves_requests_longer_than_the_pool(caplog):
+    model = replace(LLAMA_8B(1), windows=(64,))
+    options = {"model": "8B", "max_num_batched_tokens": 128, "max_model_len": 4096, "num_gpu_blocks_override": 15}
+    plan = make_plan(EngineConfig(**options), model, *HOPPER)
+    assert plan.longest_request(14, 64) == 4096 and plan.longest_request(13, 64) == 13 * 16
+    caplog.clear()
+    num_blocks(EngineConfig(**options), plan, model, Device(0, 0), 0)
+    assert not caplog.records
+    num_blocks(EngineConfig(**options), plan, LLAMA_8B(1), Device(0, 0), 0)
+    assert "224 tokens, fewer than the model's 4096" in caplog.text

@@ -78,6 +78,15 @@ def test_what_a_broken_request_wrote_or_read_is_found_by_nobody():
     scheduler.check_integrity()
 
 
+def test_what_a_request_wrote_that_failed_for_other_reasons_is_kept():
+    scheduler = make_scheduler()
+    request = make_request(prompt(12))
+    scheduler.add(request)
+    run_step(scheduler)
+    scheduler.finish(request, FinishReason.ERROR)
+    assert len(scheduler.kv.find_cached(make_request(prompt(13)))) == 3
+
+
 def test_the_tail_of_a_chain_is_evicted_before_its_head_and_the_oldest_chain_first():
     scheduler = make_scheduler(num_blocks=1 + 8)
     for first in (100, 200):

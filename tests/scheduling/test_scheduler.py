@@ -9,7 +9,7 @@ import pytest
 from jaxserve.request import FinishReason, SamplingParams, Status
 from jaxserve.scheduling.draft import MAX_POSTPONED
 from jaxserve.scheduling.schedule import DEVICE_TOKEN
-from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.scheduler import LOOKAHEAD, Scheduler
 from jaxserve.scheduling.swap_space import SwapSpace
 from tests.scheduling.factories import EOS, collect, make_request, make_scheduler, run_all, run_step
 
@@ -72,6 +72,18 @@ def test_the_rest_of_a_prompt_is_computed_at_once_beside_many_that_decode():
     assert len(step.decode) == 7 and sizes(step)["late"] == 4
 
 
+@pytest.mark.parametrize("decoding", [7, 8, 9, 15, 16, 17])
+def test_a_single_token_is_never_left_behind(decoding):
+    """A one-token prompt, or a sequence that comes back from the host, beside as many that decode as a size has."""
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=40, budget=64, prefill_rows=40, **SIZES)
+    for _ in range(decoding):
+        scheduler.add(make_request(2, 50))
+    while len(scheduler.running) < decoding or any(not r.num_output_tokens for r in scheduler.running):
+        run_step(scheduler)
+    scheduler.add(make_request(1, request_id="one"))
+    assert any("one" in sizes(run_step(scheduler)) for _ in range(MAX_POSTPONED + 1))
+
+
 def test_prompts_that_would_leave_a_step_half_empty_wait_a_little_for_others():
     """Where most seats are taken."""
     scheduler = seven_decode(max_num_seqs=10)
@@ -90,6 +102,16 @@ def test_nobody_waits_for_others_for_long():
         assert steps == [False] * MAX_POSTPONED + [True, False, False, False]
 
 
+def test_where_few_decode_nobody_waits_for_others():
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=4, budget=64, **SIZES)
+    for _ in range(3):
+        scheduler.add(make_request(2, 50))
+    run_step(scheduler)
+    for _ in range(4):
+        scheduler.add(make_request(4))
+    assert run_step(scheduler).prefill
+
+
 def test_whether_others_join_depends_on_who_can_have_a_seat():
     """A queue behind full seats fills no step."""
     scheduler = seven_decode(max_num_seqs=8)
@@ -104,6 +126,16 @@ def test_where_nobody_decodes_steps_pad_less_than_another_step_would_cost(prompt
     scheduler = make_scheduler(num_blocks=400, budget=64, **SIZES)
     scheduler.add(make_request(prompt))
     assert [run_step(scheduler).num_tokens for _ in sizes] == sizes
+
+
+def test_held_requests_do_not_use_up_the_lookahead():
+    scheduler = make_scheduler(num_blocks=400)
+    for _ in range(LOOKAHEAD + 1):
+        held = make_request(4)
+        held.is_held = True
+        scheduler.add(held)
+    scheduler.add(make_request(4, request_id="ready"))
+    assert set(sizes(run_step(scheduler))) == {"ready"}
 
 
 def test_slots_bound_the_requests_that_run_and_the_first_come_is_first_served():

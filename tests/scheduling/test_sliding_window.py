@@ -60,6 +60,18 @@ def test_a_long_prompt_is_found_again_and_only_what_is_seen_of_it_is_held():
     scheduler.check_integrity()
 
 
+def test_a_long_prompt_whose_first_blocks_are_cached_fits_into_the_least_pool():
+    """The cached blocks that the window sees still count once, not twice."""
+    window, budget, size = 32, 16, 4
+    scheduler = make_scheduler(num_blocks=1 + (window + budget) // size + 2, budget=budget, window=window)
+    scheduler.add(make_request([5] * 25, max_tokens=2))
+    run_all(scheduler)
+    long = make_request([5] * 100, max_tokens=2)
+    scheduler.add(long)
+    run_all(scheduler)
+    assert long.num_output_tokens == 2 and long.num_cached_tokens == 24
+
+
 def test_a_prompt_larger_than_the_pool_goes_through_it():
     scheduler = make_scheduler(num_blocks=1 + 8, budget=8, window=8)
     request = make_request(400, max_tokens=3)
