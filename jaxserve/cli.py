@@ -164,6 +164,7 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-debug-steps", action="store_true", help="GET /debug/steps shows the last steps")
     group.add_argument("--log-level", choices=options.LOG_LEVELS, help="[info]")
     group.add_argument("--log-json", action="store_true", help="log JSON objects, one a line")
+    group.add_argument("--disable-log-stats", action="store_true", help="no line on the traffic every ten seconds")
 
 
 def _engine_flags(parser: argparse.ArgumentParser) -> None:

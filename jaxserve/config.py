@@ -70,6 +70,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """auto: defaults from the model's generation_config.json; vllm: neutral defaults; or a directory."""
     override_generation_config: dict[str, Any] | None = None
     """Sampling defaults that go before those of ``generation_config``."""
+    disable_log_stats: bool = False
+    """Without a line on the traffic every ten seconds in which there is some."""
     compilation_cache_dir: str | None = None
     load_format: str = "safetensors"
     token_buckets: tuple[int, ...] | None = None
