@@ -13,6 +13,8 @@ import msgspec
 
 from jaxserve.request import RequestError
 from jaxserve.server.errors import ApiError
+from jaxserve.server.responses.schemas import ResponsesRequest
+from jaxserve.server.schemas import ChatRequest, CompletionRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +35,12 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
+FOREIGN: dict[type, frozenset[str]] = {
+    ResponsesRequest: frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__))
+}
+"""Fields that only other routes have, and that a client would miss; null is neutral."""
 MAX_DIGITS = 40
-IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier"))
+IGNORED = frozenset(("user", "metadata", "store", "stream_options", "service_tier", "safety_identifier"))
 
 _reported: set[str] = set()
 _MAX_REPORTED = 100
@@ -54,7 +60,7 @@ def parse_body[T](body: bytes, kind: type[T]) -> T:
     """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be."""
     # Some clients write every number with a point.
     value = {name: _integral(item) for name, item in _decode(body).items()}
-    _check_fields(value, set(kind.__struct_fields__))  # type: ignore[attr-defined]
+    _check_fields(value, kind)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -108,12 +114,15 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
-def _check_fields(value: dict[str, Any], known: set[str]) -> None:
-    for name in value.keys() - known:
+def _check_fields(value: dict[str, Any], kind: type) -> None:
+    for name in value.keys() - IGNORED - set(kind.__struct_fields__):  # type: ignore[attr-defined]
         if name in NOT_SUPPORTED or name.startswith(NOT_SUPPORTED_PREFIXES):
             if value[name] is not None and value[name] not in NOT_SUPPORTED.get(name, ()):
                 raise not_supported(name)
-        elif name not in IGNORED:
+        elif name in FOREIGN.get(kind, ()):
+            if value[name] is not None:
+                raise RequestError(f"{name} is not a field of this route.", param=name, code="unsupported_parameter")
+        else:
             _report_unknown(name)
 
 

@@ -19,8 +19,8 @@ class StreamOptions(Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Struct, kw_only=True):
-    """What completions and chat have in common."""
+class SamplingRequest(Struct, kw_only=True):
+    """What all routes that generate text take, under the same names."""
 
     model: str | None = None
     temperature: float | None = None
@@ -34,10 +34,7 @@ class GenerationRequest(Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     min_tokens: int | None = None
-    n: int | None = None
     seed: int | None = None
-    max_tokens: int | None = None
-    best_of: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -45,27 +42,35 @@ class GenerationRequest(Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     """Either way the same: tokenizers in the fast format write special tokens as they are."""
-    add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     """Keep this many of the prompt's last tokens; -1: as many as fit."""
+    priority: int | None = None
+    cache_salt: str | None = None
+    deadline_ms: int | None = None
+    structured_outputs: dict[str, Any] | None = None
+    """One of json, json_object, regex, choice and grammar."""
+    stream: bool | None = None
+
+
+class GenerationRequest(SamplingRequest, kw_only=True):
+    """What completions and chat have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    best_of: int | None = None
+    add_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     """Log-probabilities of the prompt's tokens and of this many likeliest in their places; not with stream."""
     echo: bool | None = None
     """The answer begins with the prompt; in chat, with the final message if it is the assistant's."""
     return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    deadline_ms: int | None = None
     return_tokens_as_token_ids: bool | None = None
     """Log-probabilities name tokens as ``token_id:ID``."""
     response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """One of json, json_object, regex, choice and grammar."""
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
 
 
