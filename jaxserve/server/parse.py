@@ -140,8 +140,10 @@ def _report_unknown(name: str) -> None:
 def check_model(model: str | None, names: Iterable[str]) -> None:
     """A request may leave the model out; one that it names must be served here."""
     if model is not None and model not in names:
-        raise unknown_model(model)
+        raise unknown_model(model, names)
 
 
-def unknown_model(name: str) -> ApiError:
-    return ApiError(404, f"The model {name[:200]!r} is not served here.", param="model", code="model_not_found")
+def unknown_model(name: str, names: Iterable[str]) -> ApiError:
+    served = ", ".join(map(repr, names))
+    message = f"The model {name[:200]!r} is not served here; this server has {served}."
+    return ApiError(404, message, param="model", code="model_not_found")

@@ -742,7 +742,8 @@ def test_errors_of_routing(served: Served, method: str, path: str, status: int) 
 
 @BOTH
 def test_a_body_over_the_limit(served: Served, route: str) -> None:
-    error_of(post(served, route, user="x" * 1_100_000), 413)
+    error = error_of(post(served, route, user="x" * 1_100_000), 413)
+    assert error["code"] == "request_too_large" and "1000000 bytes" in error["message"]
 
     def pieces() -> Iterator[bytes]:  # no Content-Length
         yield b'{"user":"'
@@ -757,6 +758,8 @@ def test_a_body_over_the_limit(served: Served, route: str) -> None:
 def test_an_unknown_model(served: Served) -> None:
     error = error_of(post(served, CHAT, model="x" * 10_000), 404)
     assert error["code"] == "model_not_found" and len(error["message"]) < 300
+    for response in (post(served, CHAT, model="x"), served.http.get("/v1/models/x")):
+        assert error_of(response, 404)["message"] == f"The model 'x' is not served here; this server has {MODEL!r}."
 
 
 def test_an_inner_fault_tells_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
