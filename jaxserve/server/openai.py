@@ -123,7 +123,7 @@ async def read_body[T](request: Request[Any, Any, Any], kind: type[T], context: 
     except RequestEntityTooLarge:
         limit = context.config.max_body_bytes
         raise ApiError(413, f"The request body is larger than {limit} bytes, which is this server's limit.") from None
-    body = await off_loop(request, lambda: parse_body(raw, kind))
+    body = await off_loop(request, lambda: parse_body(raw, kind, request.scope["path_template"]))
     if not context.config.accept_any_model:
         check_model(getattr(body, "model", None), context.config.model_names)
     return body

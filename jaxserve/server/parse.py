@@ -42,8 +42,9 @@ FOREIGN: dict[type, frozenset[str]] = {
 MAX_DIGITS = 40
 IGNORED = frozenset(("user", "metadata", "store", "stream_options", "service_tier", "safety_identifier"))
 
-_reported: set[str] = set()
-_MAX_REPORTED = 100
+_reported: set[tuple[str, str]] = set()
+"""Routes and names."""
+MAX_REPORTED = 100
 
 
 def check_content_type(content_type: str | None) -> None:
@@ -56,11 +57,12 @@ def check_content_type(content_type: str | None) -> None:
         raise ApiError(415, "The Content-Type must be application/json, in UTF-8.")
 
 
-def parse_body[T](body: bytes, kind: type[T]) -> T:
-    """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be."""
+def parse_body[T](body: bytes, kind: type[T], route: str) -> T:
+    """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be. The log names the route
+    with what is ignored."""
     # Some clients write every number with a point.
     value = {name: _integral(item) for name, item in _decode(body).items()}
-    _check_fields(value, kind)
+    _check_fields(value, kind, route)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -114,27 +116,30 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
-def _check_fields(value: dict[str, Any], kind: type) -> None:
+def _check_fields(value: dict[str, Any], kind: type, route: str) -> None:
     for name in value.keys() - IGNORED - set(kind.__struct_fields__):  # type: ignore[attr-defined]
         if name in NOT_SUPPORTED or name.startswith(NOT_SUPPORTED_PREFIXES):
             if value[name] is not None and value[name] not in NOT_SUPPORTED.get(name, ()):
                 raise not_supported(name)
         elif name in FOREIGN.get(kind, ()):
             if value[name] is not None:
-                raise RequestError(f"{name} is not a field of this route.", param=name, code="unsupported_parameter")
+                raise RequestError(f"{name} is not a field of {route}.", param=name, code="unsupported_parameter")
         else:
-            _report_unknown(name)
+            _report_unknown(route, name)
 
 
 def not_supported(name: str) -> RequestError:
     return RequestError(f"{name} is not supported yet.", param=name, code="unsupported_parameter")
 
 
-def _report_unknown(name: str) -> None:
-    # Once a name, and a bounded number of names, since clients make them up.
-    if name not in _reported and len(_reported) < _MAX_REPORTED:
-        _reported.add(name)
-        logger.warning("unknown request field ignored: %.100r", name)
+def _report_unknown(route: str, name: str) -> None:
+    # A bounded number of them, since clients make names up.
+    if (route, name) in _reported or len(_reported) >= MAX_REPORTED:
+        return
+    _reported.add((route, name))
+    logger.warning("%s: unknown request field ignored: %.100r", route, name)
+    if len(_reported) == MAX_REPORTED:
+        logger.warning("%d unknown request fields were ignored; no more of them will be told", MAX_REPORTED)
 
 
 def check_model(model: str | None, names: Iterable[str]) -> None:
