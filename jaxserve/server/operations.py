@@ -6,7 +6,7 @@ from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
-from litestar import MediaType, Request, Response, get, post
+from litestar import HttpMethod, MediaType, Request, Response, get, post, route
 
 from jaxserve import __version__
 from jaxserve.server import openapi
@@ -20,7 +20,7 @@ SECRET = ("api_key",)
 METRICS_TYPE = "text/plain; version=0.0.4"  # Litestar adds the charset
 
 
-@get(["/health", "/ready", "/ping"])
+@route(["/health", "/ready", "/ping"], http_method=[HttpMethod.GET, HttpMethod.HEAD])
 async def health(request: Request[Any, Any, Any]) -> dict[str, str]:
     """200 from the moment that a completion works, for as long as the engine makes progress."""
     context = context_of(request)

@@ -182,6 +182,19 @@ def test_server_info(served: Served) -> None:
     assert info["limits"]["max_model_len"] == served.client.info.max_model_len
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_health_can_be_asked_without_a_body(served: Served, path: str) -> None:
+    get, head = served.http.get(path), served.http.head(path)
+    assert head.status_code == get.status_code == 200 and head.content == b""
+    assert head.headers["content-length"] == get.headers["content-length"]
+    served.context.draining = True
+    try:
+        assert served.http.head(path).status_code == 503
+        assert served.http.get(path).status_code == 503  # on the same connection
+    finally:
+        served.context.draining = False
+
+
 def test_every_route_is_documented(served: Served) -> None:
     document = ok(served.http.get("/openapi.json"))
     documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
@@ -193,7 +206,7 @@ def test_every_route_is_documented(served: Served) -> None:
         (method, route.path_format)
         for route in app.routes
         for method in route.methods  # type: ignore[union-attr]
-        if method != "OPTIONS"
+        if method not in ("OPTIONS", "HEAD")
     }
     assert routes == documented
 
