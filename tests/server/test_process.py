@@ -24,6 +24,7 @@ import trustme
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.messages import Abort, Add, ModelInfo
+from jaxserve.lifeline import CUT_SIGNAL, DRAIN_SIGNAL
 from jaxserve.server import launch
 from tests.fake_engine import FakeEngine
 from tests.server.conftest import MODEL, wait_until
@@ -134,19 +135,19 @@ def test_op05_503_until_a_completion_works(directory: Path) -> None:
         assert process.http.post("/v1/chat/completions", json=BODY).status_code == 200
 
 
-def test_sigterm_when_idle(directory: Path) -> None:
+def test_a_drain_when_idle(directory: Path) -> None:
     with started(directory) as process:
         process.popen.send_signal(signal.SIGINT)  # the parent's business
         assert process.status() == 200
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         assert process.popen.wait(5) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_sigterm_lets_running_requests_finish(directory: Path, stream: bool) -> None:
+def test_a_drain_lets_running_requests_finish(directory: Path, stream: bool) -> None:
     with started(directory) as process:
         thread, responses = process.in_background(stream=stream)
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         wait_until(lambda: process.status() == 503)
         refused = process.http.post("/v1/chat/completions", json=BODY)
         assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -158,13 +159,13 @@ def test_sigterm_lets_running_requests_finish(directory: Path, stream: bool) -> 
         assert not process.engine.of_kind(Abort)
 
 
-def test_sigterm_cuts_off_what_takes_too_long(directory: Path) -> None:
+def test_a_drain_cuts_off_what_takes_too_long(directory: Path) -> None:
     with started(directory, shutdown_timeout=0.3) as process:
         process.engine.hold.set()
         thread, streamed = process.in_background(stream=True)
         process.engine.received.clear()
         other, plain = process.in_background()
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         thread.join()
         other.join()
         assert process.popen.wait(5) == 0
@@ -175,13 +176,13 @@ def test_sigterm_cuts_off_what_takes_too_long(directory: Path) -> None:
         wait_until(lambda: process.engine.num_running == 0)
 
 
-def test_a_second_sigterm_cuts_the_wait_short(directory: Path) -> None:
+def test_the_parent_can_cut_the_wait_short(directory: Path) -> None:
     with started(directory, shutdown_timeout=60) as process:
         process.engine.hold.set()
         thread, streamed = process.in_background(stream=True)
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         wait_until(lambda: process.status() == 503)
-        process.popen.terminate()
+        process.popen.send_signal(CUT_SIGNAL)
         thread.join()
         assert process.popen.wait(5) == 0
         assert "shutting down" in streamed[0].text
@@ -203,7 +204,7 @@ def test_the_engines_death_is_told(directory: Path) -> None:
         for path in ("/health", "/metrics", "/v1/models"):
             assert process.status(path) == 503
         assert process.http.post("/v1/chat/completions", json=BODY).status_code == 503
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         assert process.popen.wait(5) == 0
 
 
@@ -230,7 +231,7 @@ def test_the_access_log_is_quiet_for_machines(directory: Path) -> None:
         process.status("/metrics")
         process.status("/version")
         process.http.post("/v1/chat/completions", json=BODY | {"max_tokens": 1})
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         process.popen.wait(5)
         assert process.popen.stderr is not None
         log = process.popen.stderr.read().decode()
@@ -248,7 +249,7 @@ def test_the_access_log_says_what_went_wrong_but_no_secret(directory: Path) -> N
         ) as stream:
             next(stream.iter_bytes())
         process.engine.wait_for(Abort)
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         process.popen.wait(5)
         assert process.popen.stderr is not None
         log = process.popen.stderr.read().decode()
