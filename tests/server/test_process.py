@@ -28,6 +28,7 @@ from jaxserve.lifeline import CUT_SIGNAL, DRAIN_SIGNAL
 from jaxserve.server import launch
 from tests.fake_engine import FakeEngine
 from tests.server.conftest import MODEL, wait_until
+from tests.server.test_tools import TEMPLATE
 
 BODY = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
 
@@ -59,7 +60,7 @@ class Process:
 
 @contextlib.contextmanager
 def started(
-    directory: Path, *, ready: bool = True, verify: ssl.SSLContext | bool = True, **settings: Any
+    directory: Path, *, number: int = 0, ready: bool = True, verify: ssl.SSLContext | bool = True, **settings: Any
 ) -> Iterator[Process]:
     """The process with its three pipes, ended with the block at the latest."""
     info = ModelInfo(vocab_size=520, max_model_len=256, max_kv_tokens=256, max_logprobs=20, hidden_size=4, version="0")
@@ -79,6 +80,7 @@ def started(
             "engine_fd": engine_fd,
             "parent_fd": parent_fd,
             "model_directory": str(directory),
+            "number": number,
         }
         popen = stack.enter_context(
             subprocess.Popen(
@@ -223,6 +225,23 @@ def test_a_model_without_a_tokenizer_ends_it(tmp_path: Path) -> None:
         assert process.popen.stderr is not None
         lines = process.popen.stderr.read().decode().splitlines()
         assert len(lines) == 1 and "tokenizer.json does not exist" in lines[0]
+
+
+@pytest.mark.parametrize(("number", "template", "warnings"), [(0, None, 1), (1, None, 0), (0, TEMPLATE, 0)])
+def test_one_process_warns_of_a_template_without_tools(
+    directory: Path, tmp_path: Path, number: int, template: str | None, warnings: int
+) -> None:
+    settings: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    if template is not None:
+        path = tmp_path / "tools.jinja"
+        path.write_text(template)
+        settings["chat_template"] = str(path)
+    with started(directory, number=number, **settings) as process:
+        process.popen.send_signal(DRAIN_SIGNAL)
+        process.popen.wait(5)
+        assert process.popen.stderr is not None
+        log = process.popen.stderr.read().decode()
+    assert log.count("the chat template shows no tools") == warnings
 
 
 def test_the_access_log_is_quiet_for_machines(directory: Path) -> None:
