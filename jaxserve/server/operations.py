@@ -11,6 +11,7 @@ from litestar import HttpMethod, MediaType, Request, Response, get, post, route
 from jaxserve import __version__
 from jaxserve.server import openapi
 from jaxserve.server.context import ServerContext, context_of
+from jaxserve.server.docs_page import page
 from jaxserve.server.errors import ApiError
 from jaxserve.server.openai import read_body, serving
 from jaxserve.server.schemas import AbortRequest
@@ -88,7 +89,7 @@ async def openapi_document(request: Request[Any, Any, Any]) -> dict[str, Any]:
 
 @get("/docs", media_type=MediaType.HTML)
 async def docs(request: Request[Any, Any, Any]) -> str:
-    return openapi.page(_document(context_of(request)))
+    return page(_document(context_of(request)))
 
 
 def _document(context: ServerContext) -> dict[str, Any]:

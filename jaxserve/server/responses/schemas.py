@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from jaxserve.server.schemas import ChatTokenLogprob, RequestMetrics, SamplingRequest
+from jaxserve.server.schemas import ChatTokenLogprob, RequestMetrics, SamplingRequest, note
 
 
 class TextConfig(Struct, kw_only=True):
@@ -32,7 +32,7 @@ class ResponsesRequest(SamplingRequest, kw_only=True):
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, note("Variables of the chat template.")] = None
     # Known, and refused unless neutral: there is no memory here, nothing runs by itself, and there is one answer.
     previous_response_id: str | None = None
     conversation: Any = None
