@@ -208,6 +208,7 @@ class _Children:
             "engine_fd": self._engine_read,
             "parent_fd": self._parent_read,
             "model_directory": str(self._directory),
+            "number": number,
         }
         return _Child("jaxserve.server.process", task, (self._parent_read, self._engine_read, listener))
 
