@@ -31,6 +31,17 @@ def cache_root() -> Path:
     return (shared if shared.is_absolute() else Path.home() / ".cache") / "jaxserve"
 
 
+def not_a_model(model: str) -> str:
+    """What to say of a ``--model`` that is no directory with a config.json."""
+    path = Path(model)
+    if path.is_dir():
+        return f"{model} is not a model directory: it has no config.json"
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
+        get = f"hf download {model} --local-dir {path.name}"
+        return f"{model} is not a directory, and nothing is downloaded: '{get}' fetches it for --model {path.name}"
+    return f"{model} is not a directory; --model takes a HuggingFace model directory, or demo"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model and the engine. ``None`` and "auto" mean: chosen by device and model, and logged.
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jaxserve import cli
-from jaxserve.config import ServerConfig
+from jaxserve.config import ServerConfig, not_a_model
 from jaxserve.engine.defaults import check_model, sampling_defaults
 from jaxserve.vllm_flags import OPTIONS, SWITCHES
 from tests.checkpoints import make_checkpoint
@@ -84,6 +84,20 @@ def test_command_lines_that_name_no_model_or_two(
 
 def test_the_model_after_serve() -> None:
     assert cli.parse(["serve", "a/b", "--port", "1"]).engine.model == "a/b"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("org/name-1.5B", "'hf download org/name-1.5B --local-dir name-1.5B'"),
+        ("/no/where", "/no/where is not a directory; --model takes"),
+        ("../no-where", "../no-where is not a directory; --model takes"),
+        (".", ". is not a model directory: it has no config.json"),
+    ],
+)
+def test_models_that_are_none(model: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert said in not_a_model(model)
 
 
 def test_pooling() -> None:
