@@ -18,7 +18,6 @@ SWITCHES: dict[str, tuple[bool | None, str]] = {
     "--async-scheduling": (None, "--async-depth 2 is that, 1 the opposite [CPU 1, GPU 2]"),
     "--disable-fastapi-docs": (False, "/docs is always there"),
     "--disable-log-requests": (True, _LOGS),
-    "--disable-log-stats": (True, "statistics are in /metrics alone"),
     "--disable-uvicorn-access-log": (False, _LOG_LEVEL),
     "--enable-chunked-prefill": (True, "long prompts are always computed in chunks"),
     "--enable-expert-parallel": (False, "models with experts are not supported"),

@@ -35,7 +35,6 @@ def refusal(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
         (["--kv-cache-dtype", "fp8"], "choose from"),
         (["--enforce-eager"], "no eager mode"),
         (["--no-enable-chunked-prefill"], "always computed in chunks"),
-        (["--no-disable-log-stats"], "/metrics"),
         (["--async-scheduling"], "--async-depth"),
         (["--no-async-scheduling"], "--async-depth"),
         (["--tensor-parallel-size", "2"], "not supported yet"),
@@ -107,7 +106,7 @@ def test_pooling() -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "--disable-log-requests --no-enable-log-requests --disable-log-stats --enable-chunked-prefill --task generate",
+        "--disable-log-requests --no-enable-log-requests --enable-chunked-prefill --task generate",
         "--no-enforce-eager --kv-cache-dtype auto --device auto --runner auto --guided-decoding-backend auto",
         "--pipeline-parallel-size 1 -tp 1 -dp 1 --response-role assistant --distributed-executor-backend uni",
     ],
