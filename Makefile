@@ -24,7 +24,7 @@ endif
 $(shell [ -x $(BIN)/python ] || rm -f $(VENV)/.installed-*)
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint bench clean
+.PHONY: help install serve notebook test test-all lint bench clean
 # Two installs at once would break the environment.
 .NOTPARALLEL:
 
@@ -36,6 +36,9 @@ install: $(VENV)/.installed-$(EXTRA) ## install into .venv, with CUDA where an N
 
 serve: $(VENV)/.installed-$(EXTRA) ## install and serve the demo model; or MODEL=/path PORT=8123
 	$(BIN)/jaxserve --model '$(MODEL)' --port $(PORT) $(ARGS)
+
+notebook: $(VENV)/.installed-notebook ## open the notebooks in JupyterLab, which it installs
+	$(BIN)/jupyter lab notebooks $(ARGS)
 
 test: $(VENV)/.installed-test ## run the tests that need neither minutes nor a GPU
 	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(ARGS)

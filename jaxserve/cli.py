@@ -3,54 +3,81 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import signal
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import jaxserve
 from jaxserve import config as options
 from jaxserve.config import EngineConfig, ServerConfig
-from jaxserve.flags_file import with_flags_file
+from jaxserve.flags_file import FlagsFile
+from jaxserve.vllm_flags import add_vllm_flags
 
 API_KEY_VARIABLE = "JAXSERVE_API_KEY"
-REFUSED: dict[str, tuple[str | None, str]] = {
-    "--trust-remote-code": (None, "nothing from a checkpoint is ever executed"),
-    "--no-enable-chunked-prefill": (None, "long prompts are always computed in chunks"),
-    "--enforce-eager": (None, "there is no eager mode; every program is compiled at start"),
-    "--revision": ("NAME", "--model takes a directory, and nothing is downloaded"),
-    "--download-dir": ("DIR", "--model takes a directory, and nothing is downloaded"),
-    "--enable-log-requests": (None, "prompts and answers are never logged"),
-    "--quantization": ("METHOD", "quantized weights are not supported yet"),
-    "--speculative-config": ("JSON", "speculative decoding is not supported yet"),
-    "--hf-overrides": ("JSON", "overrides of config.json are not supported yet"),
-    "--enable-lora": (None, "LoRA adapters are not supported yet"),
-    "--lora-modules": ("NAME=PATH", "LoRA adapters are not supported yet"),
-    "--pipeline-parallel-size": ("N", "pipeline parallelism is not supported"),
-    "--data-parallel-size": ("N", "data parallelism is not supported yet"),
-    "--cpu-offload-gb": ("GIB", "weights cannot be offloaded"),
-}
-"""Flags of vLLM's without a counterpart here: what their values are called (None: they have none), and why not."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """``jaxserve [serve] --model DIR [flags]`` or ``jaxserve serve DIR [flags]``; returns the exit code."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the server handles it: Ctrl-C ends this without a traceback
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["serve"]:
-        argv = argv[1:]
-        if argv and not argv[0].startswith("-"):
-            argv = ["--model", *argv]
-    parser = make_parser()
     try:
-        argv = with_flags_file(argv, parser)
-        server = make_config(vars(parser.parse_args(argv)))
+        server = parse(sys.argv[1:] if argv is None else argv)
     except ValueError as error:
-        parser.error(str(error))
+        print(f"jaxserve: {error}; see jaxserve --help", file=sys.stderr)
+        return 2
     from jaxserve.server.launch import run
 
     return run(server)
+
+
+def parse(argv: list[str]) -> ServerConfig:
+    """The configuration that a command line, and the flags file that it names, come to.
+
+    Raises ``ValueError``, one line that names the flag, and the file where the flag stands there.
+    """
+    parser = make_parser()
+    file = FlagsFile(_with_model_flag([_with_dashes(word) for word in argv]), parser)
+    try:
+        arguments, unknown = parser.parse_known_args(file.argv)
+        if unknown:
+            raise ValueError(_about_unknown(unknown[0], parser))
+        if "model" not in arguments:
+            raise ValueError("--model is missing: a model directory, or demo")
+        return make_config(vars(arguments))
+    except ValueError as error:
+        raise ValueError(f"{file.origin(str(error))}{error}") from None
+
+
+def _with_dashes(word: str) -> str:
+    """``--max_model_len=8`` as ``--max-model-len=8``."""
+    flag, *value = word.split("=", 1)
+    return "=".join([flag.replace("_", "-"), *value]) if word.startswith("--") else word
+
+
+def _with_model_flag(argv: list[str]) -> list[str]:
+    """``serve DIR`` as ``--model DIR``."""
+    command, *rest = argv or [""]
+    if command.startswith("-") or not command:
+        return argv
+    if command != "serve":
+        raise ValueError(f"{command} is not a command; to serve a model: jaxserve serve {command}")
+    if not rest or rest[0].startswith("-"):
+        return rest
+    model, *flags = rest
+    if any(flag.split("=")[0] == "--model" for flag in flags):
+        raise ValueError(f"--model names a model, and so does serve {model}")
+    return ["--model", *rest]
+
+
+def _about_unknown(word: str, parser: argparse.ArgumentParser) -> str:
+    flag = word.split("=")[0]
+    if not flag.startswith("-"):
+        return f"{word} belongs to no flag (a model stands right after serve: jaxserve serve {word})"
+    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
+    close = difflib.get_close_matches(flag, [name for action in shown for name in action.option_strings], 1)
+    return f"{flag} is not a flag" + (f", but {close[0]} is" if close else "")
 
 
 def make_config(arguments: dict[str, Any]) -> ServerConfig:
@@ -66,10 +93,18 @@ def make_config(arguments: dict[str, Any]) -> ServerConfig:
     return ServerConfig(engine=engine, **rest)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Raises ``ValueError``, since one line says more than all the flags do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message.removeprefix("argument "))
+
+
 def make_parser() -> argparse.ArgumentParser:
     """All flags, grouped; those not given are absent, and the defaults of ``config`` hold."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxserve",
+        usage="jaxserve [serve] --model DIR [flags], or jaxserve serve DIR [flags]",
         description="Serve a Llama or Mistral model behind OpenAI's API.",
         epilog="Example: jaxserve --model demo",
         argument_default=argparse.SUPPRESS,
@@ -80,17 +115,14 @@ def make_parser() -> argparse.ArgumentParser:
     _server_flags(parser)
     _engine_flags(parser)
     _device_flags(parser)
-    for flag, (metavar, reason) in REFUSED.items():
-        parser.add_argument(
-            flag, action=_Refused, nargs=0 if metavar is None else "+", reason=reason, help=argparse.SUPPRESS
-        )
+    add_vllm_flags(parser)
     return parser
 
 
 def _model_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument(
-        "--model", required=True, metavar="DIR",
+        "--model", metavar="DIR",
         help="model directory in HuggingFace layout, or 'demo': a small chat model, fetched once",
     )  # fmt: skip
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="names that requests may use [--model]")
@@ -104,11 +136,14 @@ def _model_flags(parser: argparse.ArgumentParser) -> None:
         "--override-generation-config", type=_json_object, metavar="JSON",
         help="""sampling defaults that go before those, e.g. '{"temperature": 0.6}'""",
     )  # fmt: skip
-    group.add_argument("--dtype", choices=options.DTYPES, help="[auto: float32 on a CPU, else the checkpoint's]")
+    group.add_argument(
+        "--dtype", type=_dtype, choices=options.DTYPES,
+        help="half is float16, and float float32 [auto: float32 on a CPU, else the checkpoint's]",
+    )  # fmt: skip
     group.add_argument("--load-format", choices=options.LOAD_FORMATS, help="[safetensors]")
     group.add_argument(
         "--max-model-len", type=_length, metavar="N|auto",
-        help="tokens of prompt and answer together; auto: what the KV cache can hold [the model's]",
+        help="tokens of prompt and answer together; auto or -1: what the KV cache can hold [the model's]",
     )  # fmt: skip
     group.add_argument("--max-logprobs", type=int, metavar="N", help="most log-probabilities a token [20]")
     group.add_argument("--seed", type=int, metavar="N", help="makes unseeded requests reproducible over restarts")
@@ -146,7 +181,6 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--enable-per-request-metrics", action="store_true", help="answers tell where their time went")
     group.add_argument("--enable-request-id-headers", action="store_true", help="every answer has an X-Request-Id")
-    group.add_argument("--disable-log-requests", action="store_true", help="as it is anyway: prompts are never logged")
     group.add_argument("--shutdown-timeout", type=float, metavar="S", help="time to finish after SIGTERM [30]")
     group.add_argument(
         "--max-num-queued-reqs", type=_count_or_none, metavar="N|none",
@@ -164,6 +198,7 @@ def _server_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-debug-steps", action="store_true", help="GET /debug/steps shows the last steps")
     group.add_argument("--log-level", choices=options.LOG_LEVELS, help="[info]")
     group.add_argument("--log-json", action="store_true", help="log JSON objects, one a line")
+    group.add_argument("--disable-log-stats", action="store_true", help="no line on the traffic every ten seconds")
 
 
 def _engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -177,7 +212,6 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scheduling-policy", choices=("fcfs", "priority"), help="order of admission: by arrival or by priority [fcfs]"
     )
-    group.add_argument("--enable-chunked-prefill", action="store_true", help="as it is anyway")
     group.add_argument("--async-depth", type=int, metavar="N", help="steps in flight, 1 or 2 [CPU 1, GPU 2]")
     group.add_argument("--row-buckets", type=_sizes, metavar="N,N", help="padded numbers of decoding sequences")
     group.add_argument("--token-buckets", type=_sizes, metavar="N,N", help="padded sizes of prefill steps")
@@ -192,7 +226,10 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
         help="pinned host memory for KV blocks of preempted requests, used where cheaper than computing again [0]",
     )  # fmt: skip
     group.add_argument("--kv-cache-dtype", choices=("auto",), help="[auto: the model's]")
-    group.add_argument("--kv-cache-memory", type=_count, metavar="BYTES", help="size of the KV cache, e.g. 2GiB")
+    group.add_argument(
+        "--kv-cache-memory-bytes", "--kv-cache-memory", dest="kv_cache_memory", type=_count, metavar="BYTES",
+        help="size of the KV cache, e.g. 2GiB",
+    )  # fmt: skip
     group.add_argument("--num-gpu-blocks-override", type=_count, metavar="N", help="KV blocks, whatever the memory")
     group.add_argument(
         "--enable-prefix-caching", action=argparse.BooleanOptionalAction,
@@ -206,19 +243,8 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
         "--linear-backend", choices=options.LINEAR_BACKENDS,
         help="triton: for products of up to 128 rows [auto: on Hopper triton, else reference, which is XLA's]",
     )  # fmt: skip
-    group.add_argument("--tensor-parallel-size", type=int, metavar="N", help="[1]")
+    group.add_argument("--tensor-parallel-size", "-tp", type=int, metavar="N", help="[1]")
     group.add_argument("--compilation-cache-dir", metavar="DIR", help="[the user's cache directory]")
-
-
-class _Refused(argparse.Action):
-    """A flag that users of other servers know and that this one refuses, since to ignore it would mislead."""
-
-    def __init__(self, *, reason: str, **options: Any) -> None:
-        super().__init__(**options)
-        self._reason = reason
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"{self.option_strings[0]}: {self._reason}")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -242,8 +268,12 @@ def _strings(text: str) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _dtype(text: str) -> str:
+    return {"half": "float16", "float": "float32"}.get(text, text)
+
+
 def _length(text: str) -> int | str:
-    return text if text == "auto" else _count(text)
+    return "auto" if text in ("auto", "-1") else _count(text)
 
 
 def _count_or_none(text: str) -> int | None:

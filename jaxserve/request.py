@@ -299,7 +299,7 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens that were found computed when the request was first admitted."""
     num_device_blocks: int = 0
-    """Of these, how many stand in the device's block table."""
+    """Of its first blocks, how many the device's block table has."""
     num_computed_tokens: int = 0
     """Tokens whose KV is written, or will be by a step already submitted."""
     num_in_flight: int = 0

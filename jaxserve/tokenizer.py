@@ -90,6 +90,11 @@ class Tokenizer:
         """One more than the highest token id."""
         return len(self._bytes)
 
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the chat template tells the model of tools."""
+        return self._tool_template is not None and self._tool_template.knows("tools")
+
     def token_bytes(self, token_id: int) -> bytes:
         """What a token adds to the text; nothing, for an id that a model's padded vocabulary has on top."""
         return self._bytes[token_id] if 0 <= token_id < len(self._bytes) else b""
@@ -143,7 +148,7 @@ class Tokenizer:
                 " --chat-template.",
                 param="messages",
             )
-        if tools and not template.knows("tools"):
+        if tools and not self.shows_tools:
             raise RequestError("The chat template of this model takes no tools.", param="tools")
         plain = plain_messages(messages)
         if not template.knows("developer"):  # OpenAI's newer word for the same

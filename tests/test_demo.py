@@ -19,6 +19,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 
 from jaxserve import demo
 from jaxserve.demo import DemoError, cache_root, convert_gguf, demo_model_directory, unpermute_rope_rows
+from jaxserve.engine.defaults import sampling_defaults
 
 Array = npt.NDArray[Any]
 
@@ -193,6 +194,7 @@ def test_conversion_of_config_and_tokenizer(tmp_path: Path) -> None:
     assert config.items() >= expected.items()
     generation = json.loads((model / "generation_config.json").read_text(encoding="utf-8"))
     assert generation["eos_token_id"] == 2
+    assert sampling_defaults(model, "auto") == {"temperature": 0.2, "top_p": 0.9}
     settings = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert settings["chat_template"] == TEMPLATE
     assert settings["eos_token"] == "<|im_end|>"
@@ -284,7 +286,7 @@ def fetches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monkey
 def test_the_second_call_does_nothing(fetches: list[Path], tmp_path: Path) -> None:
     lines: list[str] = []
     first = demo_model_directory(tmp_path, lines.append)
-    assert first == tmp_path / "demo" / "smollm2-135m-instruct"
+    assert first == tmp_path / "demo" / demo.MODEL_FOLDER
     assert any(line.startswith("converting 20 tensors") for line in lines)
     lines.clear()
     assert demo_model_directory(tmp_path, lines.append) == first
@@ -310,7 +312,7 @@ def test_callers_at_the_same_time_share_one_conversion(fetches: list[Path], tmp_
         thread.start()
     for thread in threads:
         thread.join()
-    assert found == [tmp_path / "demo" / "smollm2-135m-instruct"] * 4
+    assert found == [tmp_path / "demo" / demo.MODEL_FOLDER] * 4
     assert len(fetches) == 1
 
 

@@ -20,6 +20,7 @@ from jaxserve.engine.messages import DEADLINE, ModelInfo, TokenOutput
 from jaxserve.engine.replies import ending, new_tokens
 from jaxserve.engine.swapping import SwappingRunner, Swaps
 from jaxserve.engine.throughput import Throughput
+from jaxserve.engine.traffic import Traffic
 from jaxserve.metrics import Metrics
 from jaxserve.models.config import load_model_config
 from jaxserve.request import EngineRequest, FinishReason, Request, RequestError, Status
@@ -121,6 +122,7 @@ class EngineCore:
         self._depth = plan.async_depth
         self._pending: deque[_Submitted] = deque()
         self.throughput = Throughput()
+        self.traffic = Traffic(time.monotonic())
         self._deadlines = Deadlines()
         self._groups: dict[str, set[str]] = {}
         """Unfinished requests by the call that they belong to."""
@@ -288,7 +290,7 @@ class EngineCore:
     ) -> list[ClientOutput]:
         outputs: list[ClientOutput] = []
         finished: list[str] = []
-        counted = 0
+        counted = generated = 0
         for item, row in zip(submitted.step.schedule.rows, results, strict=True):
             request, tokens = self.scheduler.collect(item, row.token_ids, finite=row.finite)
             if row.fault and request.status is not Status.FINISHED:
@@ -301,6 +303,7 @@ class EngineCore:
                 self.scheduler.finish(request, FinishReason.LENGTH)
             elif not tokens:
                 continue
+            generated += len(tokens)
             counted += self._count_tokens(request, len(tokens), now)
             if request.status is Status.FINISHED:
                 self._forget(request, request.num_output_tokens)
@@ -311,7 +314,7 @@ class EngineCore:
                 outputs.append(ClientOutput(request.client, ending(request)))
                 finished.append(request.request_id)
         self._stalled = False
-        self._record(submitted, now, wait_seconds, finished, counted)
+        self.traffic.step(self._record(submitted, now, wait_seconds, finished, counted), generated)
         return outputs
 
     def _count_tokens(self, request: Request, tokens: int, now: float) -> int:
@@ -351,7 +354,7 @@ class EngineCore:
 
     def _record(
         self, submitted: _Submitted, now: float, wait_seconds: float, finished: list[str], counted: int
-    ) -> None:
+    ) -> StepEvent:
         schedule = submitted.step.schedule
         compiled, self._compiled = compiles.total() - self._compiled, compiles.total()
         event = step_event(
@@ -372,6 +375,7 @@ class EngineCore:
         self.metrics.step(event, counted)
         self.throughput.step(submitted.time, now, schedule.num_tokens)
         self._learn_cost(event)
+        return event
 
     def _learn_cost(self, event: StepEvent) -> None:
         """What a prompt token costs, from steps that computed many."""

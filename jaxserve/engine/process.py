@@ -67,8 +67,9 @@ class EngineTask(msgspec.Struct, frozen=True, kw_only=True):
 class EngineServer:
     """Moves messages between clients and an engine, one message a step and client."""
 
-    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, core: EngineCore, socket: zmq.Socket[bytes], log_stats: bool = True) -> None:
         self._core = core
+        self._log_stats = log_stats
         self._socket = socket
         self._decoder = msgspec.msgpack.Decoder(ClientMessage)
         self._encoder = msgspec.msgpack.Encoder()
@@ -86,8 +87,15 @@ class EngineServer:
                 self._core.metrics.idle(time.monotonic() - start)
             self._receive()
             self._send_outputs(self._core.step())
+            self._tell()
             if self._core.stalled:
                 time.sleep(STALL_PAUSE_SECONDS)
+
+    def _tell(self) -> None:
+        scheduler = self._core.scheduler
+        how = len(scheduler.running), len(scheduler.waiting), scheduler.kv.usage
+        if self._log_stats and (line := self._core.traffic.line(time.monotonic(), *how)):
+            logger.info("%s", line)
 
     def _receive(self) -> None:
         while self._socket.poll(0):
@@ -208,13 +216,13 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     logger.info("ready: %s", describe(core))
-    return run(core, socket)
+    return run(core, socket, not task.config.disable_log_stats)
 
 
-def run(core: EngineCore, socket: zmq.Socket[bytes]) -> int:
+def run(core: EngineCore, socket: zmq.Socket[bytes], log_stats: bool = True) -> int:
     """Serves until the engine crashes, and says what it did before; returns the exit code."""
     try:
-        EngineServer(core, socket).run()
+        EngineServer(core, socket, log_stats).run()
     except Exception:
         last = events.to_json(list(core.events)[-EVENTS_IN_CRASH_REPORT:]).decode()
         logger.critical("the engine crashed; its last steps were\n%s", last, exc_info=True)

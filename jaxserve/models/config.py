@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxserve.config import not_a_model
 from jaxserve.models.registry import ARCHITECTURES
 
 logger = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def load_model_config(directory: Path) -> ModelConfig:
     """Read config.json, and the EOS ids there, in generation_config.json and in tokenizer_config.json. Raises
     ``CheckpointError``."""
     if not directory.is_dir():
-        raise CheckpointError(f"{directory} is not a directory; --model takes a HuggingFace model directory, or demo")
+        raise CheckpointError(not_a_model(str(directory)))
     raw = load_json(directory / "config.json")
     architecture = _architecture(raw)
     _refuse_unknown_variants(raw)

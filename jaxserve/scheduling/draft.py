@@ -63,8 +63,8 @@ class Draft:
             wanted = min(prompt_tokens, max(low, min(high, prompt_tokens // PROMPT_STEPS)))
         place = min(bisect_left(sizes, decoding + wanted), len(sizes) - 1)
         padding = sizes[place] - decoding - prompt_tokens
-        # Where nobody decodes, another step costs at least what one of the smallest size does.
-        if padding > (sizes[place] // 10 if decoding else sizes[0]):
+        # Where nobody decodes, another step reads the weights once more: the time of so many tokens.
+        if padding > (sizes[place] // 10 if decoding else 2 * sizes[0]):
             if place and sizes[place - 1] - decoding >= max(1, wanted // 2):
                 place -= 1
             elif postponed < MAX_POSTPONED and self._others_may_join(decoding, more):

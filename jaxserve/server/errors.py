@@ -33,7 +33,6 @@ _CODES = {
 _MESSAGES = {
     404: "There is no such route.",
     405: "This route does not take that method.",
-    413: "The request body is larger than this server accepts.",
     500: "The server failed to answer this request.",
 }
 

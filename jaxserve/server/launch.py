@@ -22,7 +22,7 @@ from types import FrameType
 import msgspec
 
 from jaxserve import logs
-from jaxserve.config import ServerConfig
+from jaxserve.config import ServerConfig, not_a_model
 from jaxserve.engine.defaults import check_model
 from jaxserve.lifeline import CUT_SIGNAL, DRAIN_SIGNAL, NOT_FOR_CHILDREN
 
@@ -81,7 +81,7 @@ def _model_directory(config: ServerConfig) -> Path:
         return demo_model_directory(progress=logger.info)
     directory = Path(config.engine.model)
     if not (directory / "config.json").is_file():
-        raise ValueError(f"{directory} is not a model directory: it has no config.json (--model takes one, or demo)")
+        raise ValueError(not_a_model(config.engine.model))
     return directory.resolve()
 
 
@@ -208,6 +208,7 @@ class _Children:
             "engine_fd": self._engine_read,
             "parent_fd": self._parent_read,
             "model_directory": str(self._directory),
+            "number": number,
         }
         return _Child("jaxserve.server.process", task, (self._parent_read, self._engine_read, listener))
 

@@ -10,13 +10,14 @@ import msgspec
 from litestar import Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.exceptions import InternalServerException
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 from litestar.handlers.base import BaseRouteHandler
 
 from jaxserve.engine.bad_words import with_bad_words
 from jaxserve.request import SamplingParams
 from jaxserve.server import validate
 from jaxserve.server.context import ServerContext, context_of, new_id
-from jaxserve.server.errors import ClientDisconnectedError
+from jaxserve.server.errors import ApiError, ClientDisconnectedError
 from jaxserve.server.event_stream import EventStream
 from jaxserve.server.generation import Generation, make_choices, unless_disconnected
 from jaxserve.server.parse import check_content_type, check_model, parse_body, unknown_model
@@ -89,7 +90,7 @@ async def get_model(request: Request[Any, Any, Any]) -> Response[bytes]:
     for name in context.config.model_names:
         if name.strip("/") == wanted:
             return json_answer(_model_card(name, context))
-    raise unknown_model(wanted)
+    raise unknown_model(wanted, context.config.model_names)
 
 
 @post("/tokenize", status_code=200, guards=[serving])
@@ -119,7 +120,10 @@ async def read_body[T](request: Request[Any, Any, Any], kind: type[T], context: 
         raw = await request.body()
     except InternalServerException:  # Litestar's word for a client that left before it had sent all
         raise ClientDisconnectedError("the client closed the connection") from None
-    body = await off_loop(request, lambda: parse_body(raw, kind))
+    except RequestEntityTooLarge:
+        limit = context.config.max_body_bytes
+        raise ApiError(413, f"The request body is larger than {limit} bytes, which is this server's limit.") from None
+    body = await off_loop(request, lambda: parse_body(raw, kind, request.scope["path_template"]))
     if not context.config.accept_any_model:
         check_model(getattr(body, "model", None), context.config.model_names)
     return body

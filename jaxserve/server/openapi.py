@@ -1,9 +1,8 @@
-"""The OpenAPI document, made from the types that requests are read with, and a page of it that needs no network."""
+"""The OpenAPI document, made from the types that requests are read with."""
 
 from __future__ import annotations
 
 import functools
-import html
 from dataclasses import dataclass
 from typing import Any
 
@@ -260,7 +259,9 @@ def document(info: ModelInfo | None = None, names: tuple[str, ...] = ()) -> dict
             schema.update(_keywords(limits.get(name, {}), schema))
     components["ChatRequest"]["properties"]["max_tokens"]["minimum"] = 1  # nothing but an echo needs 0
     for (kind_name, name), schema in _replaced(info).items():
-        components[kind_name]["properties"][name] = schema
+        properties = components[kind_name]["properties"]
+        told = {key: value for key, value in properties[name].items() if key == "description"}
+        properties[name] = schema | told
     paths: dict[str, Any] = {}
     for operation in OPERATIONS:
         paths.setdefault(operation.path, {})[operation.method] = _operation(operation)
@@ -276,12 +277,18 @@ def document(info: ModelInfo | None = None, names: tuple[str, ...] = ()) -> dict
     }
 
 
+_OF_NUMBERS = ("minimum", "maximum", "exclusiveMaximum")
+
+
 def _keywords(limits: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """What to add to a property; keywords for items go to where its type is an array."""
-    for option in schema.get("anyOf", [schema]):
+    """What to add to a property; keywords for items go where its type is an array, those for numbers nowhere else."""
+    options = schema.get("anyOf", [schema])
+    for option in options:
         if option.get("type") == "array" and "items" in limits:
             option["items"] = limits["items"]
-    return {keyword: value for keyword, value in limits.items() if keyword != "items"}
+    numeric = any(option.get("type") in ("integer", "number") for option in options)
+    left_out = ("items",) if numeric else ("items", *_OF_NUMBERS)
+    return {keyword: value for keyword, value in limits.items() if keyword not in left_out}
 
 
 def _operation(operation: Operation) -> dict[str, Any]:
@@ -308,54 +315,3 @@ def _operation(operation: Operation) -> dict[str, Any]:
 
 def _ref_to(kind: type[msgspec.Struct] | None) -> dict[str, Any]:
     return {} if kind is None else _ref(kind.__name__)
-
-
-def page(document: dict[str, Any]) -> str:
-    """The document as HTML: routes, and under each the fields that it takes."""
-    components = document["components"]["schemas"]
-    parts = []
-    for operation in OPERATIONS:
-        parts.append(f"<h2><code>{operation.method.upper()} {operation.path}</code></h2><p>{operation.summary}.</p>")
-        if operation.request is not None:
-            parts.append(_table(components[operation.request.__name__]))
-    for name in ("Message", "TextPart", "Tool", "FunctionDefinition", "StreamOptions", "InputText", "FunctionTool"):
-        parts.append(f'<h2 id="{name}">{name}</h2>{_table(components[name])}')
-    return (
-        f'<!doctype html><meta charset="utf-8"><title>jaxserve {__version__}</title><style>{_STYLE}</style>'
-        f'<h1>jaxserve {__version__}</h1><p>Made from <a href="openapi.json">openapi.json</a>.</p>{"".join(parts)}'
-    )
-
-
-_STYLE = (
-    "body{font:15px/1.5 sans-serif;max-width:60em;margin:2em auto;padding:0 1em}h2{margin-top:2em;font-size:1.1em}"
-    "table{border-collapse:collapse}td{border-top:1px solid #ccc;padding:.2em 1em .2em 0;vertical-align:top}"
-)
-
-
-def _table(schema: dict[str, Any]) -> str:
-    required = schema.get("required", ())
-    rows = []
-    for name, field in schema["properties"].items():
-        needed = "required" if name in required else ""
-        rows.append(f"<tr><td><code>{name}</code><td>{_type(field)}<td>{needed}")
-    return f"<table>{''.join(rows)}</table>"
-
-
-def _type(field: dict[str, Any]) -> str:
-    """A schema in a few words."""
-    if "anyOf" in field:
-        words = " or ".join(_type(option) for option in field["anyOf"] if option != {"type": "null"})
-    elif "$ref" in field:
-        name = field["$ref"].rpartition("/")[2]
-        words = f'<a href="#{name}">{name}</a>'
-    elif "enum" in field or "const" in field:
-        words = ", ".join(html.escape(str(value)) for value in field.get("enum", [field.get("const")]))
-    elif field.get("type") == "array":
-        words = f"list of ({_type(field.get('items', {}))})"
-    else:
-        kinds = field.get("type", "anything")
-        words = kinds if isinstance(kinds, str) else " or ".join(kind for kind in kinds if kind != "null")
-    for word, sign in (("minimum", "≥"), ("maximum", "≤"), ("exclusiveMaximum", "&lt;")):
-        if word in field:
-            words += f" {sign} {field[word]:g}"
-    return words

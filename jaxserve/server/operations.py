@@ -6,11 +6,12 @@ from collections.abc import Awaitable
 from typing import Any
 
 import msgspec
-from litestar import MediaType, Request, Response, get, post
+from litestar import HttpMethod, MediaType, Request, Response, get, post, route
 
 from jaxserve import __version__
 from jaxserve.server import openapi
 from jaxserve.server.context import ServerContext, context_of
+from jaxserve.server.docs_page import page
 from jaxserve.server.errors import ApiError
 from jaxserve.server.openai import read_body, serving
 from jaxserve.server.schemas import AbortRequest
@@ -20,7 +21,7 @@ SECRET = ("api_key",)
 METRICS_TYPE = "text/plain; version=0.0.4"  # Litestar adds the charset
 
 
-@get(["/health", "/ready", "/ping"])
+@route(["/health", "/ready", "/ping"], http_method=[HttpMethod.GET, HttpMethod.HEAD])
 async def health(request: Request[Any, Any, Any]) -> dict[str, str]:
     """200 from the moment that a completion works, for as long as the engine makes progress."""
     context = context_of(request)
@@ -88,7 +89,7 @@ async def openapi_document(request: Request[Any, Any, Any]) -> dict[str, Any]:
 
 @get("/docs", media_type=MediaType.HTML)
 async def docs(request: Request[Any, Any, Any]) -> str:
-    return openapi.page(_document(context_of(request)))
+    return page(_document(context_of(request)))
 
 
 def _document(context: ServerContext) -> dict[str, Any]:

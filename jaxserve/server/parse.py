@@ -13,6 +13,8 @@ import msgspec
 
 from jaxserve.request import RequestError
 from jaxserve.server.errors import ApiError
+from jaxserve.server.responses.schemas import ResponsesRequest
+from jaxserve.server.schemas import ChatRequest, CompletionRequest
 
 logger = logging.getLogger(__name__)
 
@@ -33,11 +35,16 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": (),
 }
 NOT_SUPPORTED_PREFIXES = ("guided_", "lora")
+FOREIGN: dict[type, frozenset[str]] = {
+    ResponsesRequest: frozenset((*ChatRequest.__struct_fields__, *CompletionRequest.__struct_fields__))
+}
+"""Fields that only other routes have, and that a client would miss; null is neutral."""
 MAX_DIGITS = 40
-IGNORED = frozenset(("user", "metadata", "store", "service_tier", "safety_identifier"))
+IGNORED = frozenset(("user", "metadata", "store", "stream_options", "service_tier", "safety_identifier"))
 
-_reported: set[str] = set()
-_MAX_REPORTED = 100
+_reported: set[tuple[str, str]] = set()
+"""Routes and names."""
+MAX_REPORTED = 100
 
 
 def check_content_type(content_type: str | None) -> None:
@@ -50,11 +57,12 @@ def check_content_type(content_type: str | None) -> None:
         raise ApiError(415, "The Content-Type must be application/json, in UTF-8.")
 
 
-def parse_body[T](body: bytes, kind: type[T]) -> T:
-    """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be."""
+def parse_body[T](body: bytes, kind: type[T], route: str) -> T:
+    """A request of this kind; raises ``RequestError``, naming the field, for what it cannot be. The log names the route
+    with what is ignored."""
     # Some clients write every number with a point.
     value = {name: _integral(item) for name, item in _decode(body).items()}
-    _check_fields(value, set(kind.__struct_fields__))  # type: ignore[attr-defined]
+    _check_fields(value, kind, route)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -108,31 +116,39 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not a number")
 
 
-def _check_fields(value: dict[str, Any], known: set[str]) -> None:
-    for name in value.keys() - known:
+def _check_fields(value: dict[str, Any], kind: type, route: str) -> None:
+    for name in value.keys() - IGNORED - set(kind.__struct_fields__):  # type: ignore[attr-defined]
         if name in NOT_SUPPORTED or name.startswith(NOT_SUPPORTED_PREFIXES):
             if value[name] is not None and value[name] not in NOT_SUPPORTED.get(name, ()):
                 raise not_supported(name)
-        elif name not in IGNORED:
-            _report_unknown(name)
+        elif name in FOREIGN.get(kind, ()):
+            if value[name] is not None:
+                raise RequestError(f"{name} is not a field of {route}.", param=name, code="unsupported_parameter")
+        else:
+            _report_unknown(route, name)
 
 
 def not_supported(name: str) -> RequestError:
     return RequestError(f"{name} is not supported yet.", param=name, code="unsupported_parameter")
 
 
-def _report_unknown(name: str) -> None:
-    # Once a name, and a bounded number of names, since clients make them up.
-    if name not in _reported and len(_reported) < _MAX_REPORTED:
-        _reported.add(name)
-        logger.warning("unknown request field ignored: %.100r", name)
+def _report_unknown(route: str, name: str) -> None:
+    # A bounded number of them, since clients make names up.
+    if (route, name) in _reported or len(_reported) >= MAX_REPORTED:
+        return
+    _reported.add((route, name))
+    logger.warning("%s: unknown request field ignored: %.100r", route, name)
+    if len(_reported) == MAX_REPORTED:
+        logger.warning("%d unknown request fields were ignored; no more of them will be told", MAX_REPORTED)
 
 
 def check_model(model: str | None, names: Iterable[str]) -> None:
     """A request may leave the model out; one that it names must be served here."""
     if model is not None and model not in names:
-        raise unknown_model(model)
+        raise unknown_model(model, names)
 
 
-def unknown_model(name: str) -> ApiError:
-    return ApiError(404, f"The model {name[:200]!r} is not served here.", param="model", code="model_not_found")
+def unknown_model(name: str, names: Iterable[str]) -> ApiError:
+    served = ", ".join(map(repr, names))
+    message = f"The model {name[:200]!r} is not served here; this server has {served}."
+    return ApiError(404, message, param="model", code="model_not_found")

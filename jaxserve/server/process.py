@@ -45,6 +45,8 @@ class Startup(msgspec.Struct, kw_only=True):
     parent_fd: int
     """Reads end of file when the parent dies."""
     model_directory: str
+    number: int = 0
+    """Among the API processes: what all of them find, the first says."""
 
 
 class ApiServer(uvicorn.Server):
@@ -106,6 +108,11 @@ def build(startup: Startup) -> ApiServer:
     config = startup.config
     model_directory = Path(startup.model_directory)
     tokenizer = Tokenizer.load(config.engine.tokenizer or model_directory, config.chat_template)
+    if config.enable_auto_tool_choice and not tokenizer.shows_tools and startup.number == 0:
+        logger.warning(
+            "--enable-auto-tool-choice is set, but the chat template shows no tools: requests that may call some are"
+            " refused (--chat-template takes another)"
+        )
     defaults = sampling_defaults(
         model_directory, config.engine.generation_config, config.engine.override_generation_config
     )

@@ -265,9 +265,10 @@ class ChatDialect(Dialect):
     def _whole_choice(self, choice: Choice) -> schemas.ChatChoice:
         assert choice.finish_reason is not None
         pieces = self._pieces(choice, Delta(choice.text, (), choice.finish_reason))
+        reply = self._replies.get(choice.index)
         return schemas.ChatChoice(
             index=choice.index,
-            message=_message(self._echoed(choice), pieces),
+            message=_message(self._echoed(choice), pieces, forced=reply is not None and reply.forced),
             logprobs=self._logprobs(choice.tokens),
             finish_reason=self._finish_reason(choice, choice.finish_reason),
             stop_reason=present(choice.stop_reason),
@@ -323,8 +324,8 @@ def _chat_delta(piece: Piece) -> schemas.ChatDelta:
             return schemas.ChatDelta(tool_calls=[call])
 
 
-def _message(content: str, pieces: Sequence[Piece]) -> schemas.ChatMessage:
-    """The whole of an answer; its content is null where it holds something else alone."""
+def _message(content: str, pieces: Sequence[Piece], *, forced: bool) -> schemas.ChatMessage:
+    """The whole of an answer; its content is null where it holds something else alone, or could hold but calls."""
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Thought))
     content += "".join(piece for piece in pieces if isinstance(piece, str))
     calls: dict[int, schemas.ToolCall] = {}
@@ -334,7 +335,7 @@ def _message(content: str, pieces: Sequence[Piece]) -> schemas.ChatMessage:
             call = calls.setdefault(piece.index, schemas.ToolCall(id=piece.id, function=function))
             call.function.arguments += piece.arguments
     return schemas.ChatMessage(
-        content=None if not content and (reasoning or calls) else content,
+        content=None if not content and (reasoning or calls or forced) else content,
         reasoning=reasoning or UNSET,
         tool_calls=list(calls.values()) or UNSET,
     )

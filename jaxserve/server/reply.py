@@ -37,6 +37,11 @@ class Reply:
             pieces = [piece for piece in pieces if not isinstance(piece, CallDelta) or piece.index == 0]
         return pieces
 
+    @property
+    def forced(self) -> bool:
+        """It can hold nothing but calls (and thoughts)."""
+        return self.parser is not None and self.parser.forced
+
     def finish_reason(self, reason: str) -> str:
         """tool_calls, where the answer stopped by itself and its calls are complete; else as it was."""
         if reason == FinishReason.STOP and self.parser and self.parser.num_calls and not self.parser.in_call:

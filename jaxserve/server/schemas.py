@@ -5,67 +5,77 @@ In answers a field that may be absent is ``UNSET``; one that must be there and m
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # ------------------------------------------------------------------ requests; null means the default
 
 
+def note(text: str) -> Meta:
+    """What the documentation tells clients of a field that is not OpenAI's, or not plain."""
+    return Meta(description=text)
+
+
+Priority = Annotated[int | None, note("Lower first, under --scheduling-policy priority.")]
+AddBos = Annotated[bool | None, note("Put BOS before the prompt. Default: for text; a chat's template does it.")]
+CacheSalt = Annotated[str | None, note("Only prompts of the same salt share cached blocks.")]
+TruncateTo = Annotated[int | None, note("Keep this many of the prompt's last tokens; -1: as many as fit.")]
+
+
 class StreamOptions(Struct, kw_only=True):
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
+    include_usage: Annotated[bool | None, note("A last chunk tells what was used.")] = None
+    continuous_usage_stats: Annotated[bool | None, note("With include_usage: each chunk tells it so far.")] = None
 
 
-class GenerationRequest(Struct, kw_only=True):
-    """What completions and chat have in common."""
+class SamplingRequest(Struct, kw_only=True):
+    """What all routes that generate text take, under the same names."""
 
     model: str | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    top_k: Annotated[int | None, note("Keep this many likeliest tokens; 0 or -1: all.")] = None
+    min_p: Annotated[float | None, note("Drop tokens less likely than this times the likeliest.")] = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float | None, note("Above 1: tokens used before become less likely.")] = None
     logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    min_tokens: int | None = None
-    n: int | None = None
+    allowed_token_ids: Annotated[list[int] | None, note("The answer holds no other tokens.")] = None
+    bad_words: Annotated[list[str] | None, note("What the answer may not contain.")] = None
+    min_tokens: Annotated[int | None, note("Neither EOS nor a stop ends the answer before it has so many.")] = None
     seed: int | None = None
-    max_tokens: int | None = None
-    best_of: int | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    """Either way the same: tokenizers in the fast format write special tokens as they are."""
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    """Keep this many of the prompt's last tokens; -1: as many as fit."""
-    prompt_logprobs: int | None = None
-    """Log-probabilities of the prompt's tokens and of this many likeliest in their places; not with stream."""
-    echo: bool | None = None
-    """The answer begins with the prompt; in chat, with the final message if it is the assistant's."""
-    return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
-    deadline_ms: int | None = None
-    return_tokens_as_token_ids: bool | None = None
-    """Log-probabilities name tokens as ``token_id:ID``."""
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
-    """One of json, json_object, regex, choice and grammar."""
-    guided_json: str | dict[str, Any] | bool | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    stop_token_ids: Annotated[list[int] | None, note("Tokens that end the answer; they are not shown.")] = None
+    ignore_eos: Annotated[bool | None, note("The model's own end does not end the answer.")] = None
+    include_stop_str_in_output: Annotated[bool | None, note("The stop string stays in the text.")] = None
+    skip_special_tokens: Annotated[bool | None, note("false: special tokens are written into the text.")] = None
+    spaces_between_special_tokens: Annotated[bool | None, note("Either way the same: as they are written.")] = None
+    truncate_prompt_tokens: TruncateTo = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
+    deadline_ms: Annotated[int | None, note("When so many ms are over, the answer ends with what it has.")] = None
+    structured_outputs: Annotated[dict[str, Any] | None, note("json, json_object, regex, choice or grammar.")] = None
     stream: bool | None = None
+
+
+class GenerationRequest(SamplingRequest, kw_only=True):
+    """What completions and chat have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    best_of: Annotated[int | None, note("Draw so many answers and give the n likeliest; not with stream.")] = None
+    add_special_tokens: AddBos = None
+    prompt_logprobs: Annotated[int | None, note("Of the prompt's tokens and so many likeliest; not streamed.")] = None
+    echo: Annotated[bool | None, note("The answer begins with the prompt, or a chat's final assistant message.")] = None
+    return_token_ids: Annotated[bool | None, note("Tell the token ids of prompt and answer.")] = None
+    return_tokens_as_token_ids: Annotated[bool | None, note("Log-probabilities name tokens as token_id:ID.")] = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Annotated[str | dict[str, Any] | bool | None, note("Older name of structured_outputs.json.")] = None
+    guided_regex: Annotated[str | None, note("Older name of structured_outputs.regex.")] = None
+    guided_choice: Annotated[list[str] | None, note("Older name of structured_outputs.choice.")] = None
+    guided_grammar: Annotated[str | None, note("Older name of structured_outputs.grammar.")] = None
     stream_options: StreamOptions | None = None
 
 
@@ -76,19 +86,17 @@ class CompletionRequest(GenerationRequest, kw_only=True):
 
 class ChatRequest(GenerationRequest, kw_only=True):
     messages: list[dict[str, Any]]
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: Annotated[bool | None, note("false: the assistant's turn is not opened.")] = None
+    continue_final_message: Annotated[bool | None, note("The answer continues the final message.")] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, note("Variables of the chat template.")] = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    include_reasoning: bool | None = None
-    """false leaves the reasoning out of the answer."""
-    reasoning_effort: str | None = None
-    """A variable of the chat template, where that knows it."""
+    include_reasoning: Annotated[bool | None, note("false leaves the reasoning out of the answer.")] = None
+    reasoning_effort: Annotated[str | None, note("A variable of the chat template, where that knows it.")] = None
 
 
 class TextsRequest(Struct, kw_only=True):
@@ -96,16 +104,15 @@ class TextsRequest(Struct, kw_only=True):
 
     model: str | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    truncate_prompt_tokens: TruncateTo = None
+    priority: Priority = None
+    cache_salt: CacheSalt = None
 
 
 class EmbeddingRequest(TextsRequest, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    """Only the number that the model has."""
+    dimensions: Annotated[int | None, note("Only the number that the model has.")] = None
 
 
 class ScoreRequest(TextsRequest, kw_only=True):
@@ -118,8 +125,7 @@ class ScoreRequest(TextsRequest, kw_only=True):
 class FunctionDefinition(Struct, kw_only=True):
     name: str
     description: str | None = None
-    parameters: dict[str, Any] | None = None
-    """A JSON Schema of the arguments; null: there are none."""
+    parameters: Annotated[dict[str, Any] | None, note("A JSON Schema of the arguments; null: there are none.")] = None
     strict: bool | None = None
 
 
@@ -134,8 +140,7 @@ class TokenizeRequest(Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None
-    """Default: true for text, false for a conversation, whose template writes them."""
+    add_special_tokens: AddBos = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -149,8 +154,7 @@ class DetokenizeRequest(Struct, kw_only=True):
 
 
 class AbortRequest(Struct, kw_only=True):
-    request_id: str
-    """The id of the response that is to end."""
+    request_id: Annotated[str, note("The id of the response that is to end.")]
 
 
 # ------------------------------------------------------------------ answers

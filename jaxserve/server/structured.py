@@ -27,7 +27,7 @@ def structured_spec(request: GenerationRequest) -> StructuredSpec | None:
     given = [spec for spec in specs if spec is not None]
     if len(given) > 1:
         names = " and ".join(spec.field for spec in given)
-        raise RequestError(f"Only one of {names} may be given.", param=given[1].field)
+        raise RequestError(f"Only one of {names} may be given.", param=given[0].field)
     return given[0] if given else None
 
 

@@ -48,7 +48,7 @@ def tool_use(request: ChatRequest, config: ServerConfig) -> ToolUse:
         spec = make_spec("json", calls_schema(functions, parallel=parallel), "tool_choice")
         return ToolUse(request.tools, lambda: RequiredParser(names), structured=spec, parallel=parallel)
     assert isinstance(choice, FunctionDefinition)
-    spec = make_spec("json", choice.parameters or {"type": "object"}, "tool_choice")
+    spec = make_spec("json", _arguments_schema(choice), "tool_choice")
     return ToolUse(request.tools, lambda: NamedParser([choice.name]), structured=spec)
 
 
@@ -65,6 +65,11 @@ def check_tools(tools: Sequence[Any] | None) -> list[FunctionDefinition]:
             raise RequestError(
                 f"tools[{index}].function.name must have 1 to 64 letters, digits, underscores, dots and dashes.",
                 param="tools",
+            )
+        kinds = (function.parameters or {}).get("type", "object")
+        if kinds != "object" and not (isinstance(kinds, list) and "object" in kinds):
+            raise RequestError(
+                f"tools[{index}].function.parameters must be the JSON Schema of an object.", param="tools"
             )
         functions.append(function)
     if len({function.name for function in functions}) < len(functions):
@@ -103,7 +108,7 @@ def _auto_parser(config: ServerConfig) -> type[ToolParser]:
 def calls_schema(functions: Sequence[FunctionDefinition], *, parallel: bool) -> dict[str, Any]:
     """The JSON Schema of a list of calls. Parameters become definitions, and references within them move along."""
     definitions = {
-        f"tool_{index}": _rebased(function.parameters or {"type": "object"}, f"#/$defs/tool_{index}")
+        f"tool_{index}": _rebased(_arguments_schema(function), f"#/$defs/tool_{index}")
         for index, function in enumerate(functions)
     }
     calls = [
@@ -117,6 +122,11 @@ def calls_schema(functions: Sequence[FunctionDefinition], *, parallel: bool) -> 
     ]
     schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
     return schema if parallel else {**schema, "maxItems": 1}
+
+
+def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
+    """Arguments are an object, also where the parameters do not say so."""
+    return {**(function.parameters or {}), "type": "object"}
 
 
 _NAMED_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")

@@ -39,7 +39,7 @@ MUTATIONS = {
         "return min(SCORED_AT_ONCE, plan.max_num_batched_tokens)",
         "return plan.max_num_batched_tokens",
     ),
-    "LP15": Mutation("jaxserve/server/parse.py", "raise not_supported(name)", "_report_unknown(name)"),
+    "LP15": Mutation("jaxserve/server/parse.py", "raise not_supported(name)", "_report_unknown(route, name)"),
     # Words lose the spaces before them.
     "TK02": Mutation(TOKENIZER, 'return token.replace("▁", " ").encode()', 'return token.strip("▁").encode()'),
     # The token that ends an answer is in its text, unless it is a special one.

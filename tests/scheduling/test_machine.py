@@ -27,11 +27,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_blocks=st.integers(12, 24),
         window=st.sampled_from([None, None, 6, 13]),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        step_sizes=st.sampled_from([(), (4, 8, 16)]),
     )
-    def begin(self, depth, policy, num_blocks, window, prefix_caching):
+    def begin(self, depth, policy, num_blocks, window, prefix_caching, step_sizes):
         kv = KVManager(num_blocks, BLOCK, prefix_caching=prefix_caching, window=window)
         self.swap = SwapSpace(num_blocks=16, blocks_per_program=4, seconds_per_program=1.0)
-        self.scheduler = Scheduler(SchedulerLimits(5, 16, 3), kv, policy, self.swap)
+        self.scheduler = Scheduler(SchedulerLimits(5, 16, 3, step_sizes, (4, 12)), kv, policy, self.swap)
         self.device = ShadowDevice(self.scheduler)
         self.depth = depth
         self.in_flight: deque[tuple[SchedulerOutput, list[list[int]]]] = deque()

@@ -105,20 +105,34 @@ def test_requests_that_the_engine_has_not_heard_of_make_the_wait_longer() -> Non
     assert refused.value.retry_after == 11
 
 
-def test_requests_that_the_engine_has_not_heard_of_count(limited: Served) -> None:
-    tell(limited, waiting=0)
-    limited.engine.queue = None  # from now on it says nothing
-    limited.engine.hold.set()
+def check_let_in(served: Served, count: int) -> None:
+    """So many of eight calls are let in while the engine says nothing of its queue; the others are answered 429."""
+    for waiting in (1, 0):
+        tell(served, waiting)
+    served.engine.queue = None  # from now on it says nothing
+    served.engine.hold.set()
     try:
         with ThreadPoolExecutor(8) as pool:
             body = {"prompt": [5] * 60, "max_tokens": 2}
-            answers = [pool.submit(limited.http.post, "/v1/completions", json=body) for _ in range(8)]
-            wait_until(lambda: sum(answer.done() for answer in answers) == 4)
-            limited.engine.hold.clear()
+            answers = [pool.submit(served.http.post, "/v1/completions", json=body) for _ in range(8)]
+            wait_until(lambda: sum(answer.done() for answer in answers) == 8 - count)
+            served.engine.hold.clear()
         statuses = [answer.result().status_code for answer in answers]
     finally:
-        limited.engine.hold.clear()
-    assert sorted(statuses) == [200] * 4 + [429] * 4, "however close together they come"
+        served.engine.hold.clear()
+    assert sorted(statuses) == [200] * count + [429] * (8 - count), "however close together they come"
+
+
+def test_requests_that_the_engine_has_not_heard_of_count(limited: Served) -> None:
+    check_let_in(limited, 4)
+
+
+def test_several_processes_let_in_no_more_than_one_would(llama_3: Tokenizer) -> None:
+    """None of them knows of what the others let in since the engine's last word."""
+    with serve(llama_3, 518, max_num_queued_reqs=4, api_server_count=2) as served:
+        check_let_in(served, 2)
+        tell(served, waiting=3)
+        assert served.http.post("/v1/completions", json=ROUTES["/v1/completions"]).status_code == 200
 
 
 def test_a_request_that_would_wait_past_its_deadline_is_refused(limited: Served) -> None:

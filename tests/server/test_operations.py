@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -182,6 +183,19 @@ def test_server_info(served: Served) -> None:
     assert info["limits"]["max_model_len"] == served.client.info.max_model_len
 
 
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_health_can_be_asked_without_a_body(served: Served, path: str) -> None:
+    get, head = served.http.get(path), served.http.head(path)
+    assert head.status_code == get.status_code == 200 and head.content == b""
+    assert head.headers["content-length"] == get.headers["content-length"]
+    served.context.draining = True
+    try:
+        assert served.http.head(path).status_code == 503
+        assert served.http.get(path).status_code == 503  # on the same connection
+    finally:
+        served.context.draining = False
+
+
 def test_every_route_is_documented(served: Served) -> None:
     document = ok(served.http.get("/openapi.json"))
     documented = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
@@ -193,7 +207,7 @@ def test_every_route_is_documented(served: Served) -> None:
         (method, route.path_format)
         for route in app.routes
         for method in route.methods  # type: ignore[union-attr]
-        if method != "OPTIONS"
+        if method not in ("OPTIONS", "HEAD")
     }
     assert routes == documented
 
@@ -279,3 +293,29 @@ def test_the_page_needs_no_network(served: Served) -> None:
     page = response.text
     assert all(f"{operation.method.upper()} {operation.path}" in page for operation in openapi.OPERATIONS)
     assert "chat_template_kwargs" in page and "http://" not in page and "https://" not in page
+
+
+def test_the_page_can_be_read(served: Served) -> None:
+    page = served.http.get("/docs").raise_for_status().text
+
+    def row(name: str) -> set[str]:
+        """What is said of a field, wherever it stands."""
+        return set(re.findall(rf"<tr><td><code>{name}</code><td>(.*?)(?=<tr>|</table>)", page))
+
+    assert row("logprobs") == {"boolean<td>", "integer, 0 to 20<td>"}
+    assert row("seed") == {"integer, -2<sup>63</sup> to 2<sup>63</sup> - 1<td>"}
+    assert row("repetition_penalty") == {"number, 0.001 to 1,000<td>Above 1: tokens used before become less likely."}
+    assert row("min_tokens") == {"integer, at least 0<td>Neither EOS nor a stop ends the answer before it has so many."}
+    assert row("response_format") == {
+        '{type: "text" or "json_object"} or {type: "json_schema", json_schema: {schema: object or boolean}}<td>'
+    }
+    assert row("encoding_format") == {'"base64" or "float"<td>'}
+    assert row("text_1") == {"string or list of string<td>Required."}
+    assert row("input") >= {
+        "string or list of (integer, 0 to 519) or list of string or list of (list of (integer, 0 to 519))<td>Required."
+    }
+    assert row("truncation") == {'"disabled"<td>'} and row("background") == {"false<td>"}
+    assert row("add_generation_prompt") & {"boolean<td>false: the assistant's turn is not opened."}
+    for wrong in ("object or object", "e+", "None", "≤"):
+        assert wrong not in page
+    assert set(re.findall(r'href="#(\w+)"', page)) <= set(re.findall(r'id="(\w+)"', page))

@@ -24,9 +24,11 @@ import trustme
 
 from jaxserve.config import EngineConfig, ServerConfig
 from jaxserve.engine.messages import Abort, Add, ModelInfo
+from jaxserve.lifeline import CUT_SIGNAL, DRAIN_SIGNAL
 from jaxserve.server import launch
 from tests.fake_engine import FakeEngine
 from tests.server.conftest import MODEL, wait_until
+from tests.server.test_tools import TEMPLATE
 
 BODY = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 100}
 
@@ -58,7 +60,7 @@ class Process:
 
 @contextlib.contextmanager
 def started(
-    directory: Path, *, ready: bool = True, verify: ssl.SSLContext | bool = True, **settings: Any
+    directory: Path, *, number: int = 0, ready: bool = True, verify: ssl.SSLContext | bool = True, **settings: Any
 ) -> Iterator[Process]:
     """The process with its three pipes, ended with the block at the latest."""
     info = ModelInfo(vocab_size=520, max_model_len=256, max_kv_tokens=256, max_logprobs=20, hidden_size=4, version="0")
@@ -78,6 +80,7 @@ def started(
             "engine_fd": engine_fd,
             "parent_fd": parent_fd,
             "model_directory": str(directory),
+            "number": number,
         }
         popen = stack.enter_context(
             subprocess.Popen(
@@ -134,19 +137,19 @@ def test_op05_503_until_a_completion_works(directory: Path) -> None:
         assert process.http.post("/v1/chat/completions", json=BODY).status_code == 200
 
 
-def test_sigterm_when_idle(directory: Path) -> None:
+def test_a_drain_when_idle(directory: Path) -> None:
     with started(directory) as process:
         process.popen.send_signal(signal.SIGINT)  # the parent's business
         assert process.status() == 200
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         assert process.popen.wait(5) == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_sigterm_lets_running_requests_finish(directory: Path, stream: bool) -> None:
+def test_a_drain_lets_running_requests_finish(directory: Path, stream: bool) -> None:
     with started(directory) as process:
         thread, responses = process.in_background(stream=stream)
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         wait_until(lambda: process.status() == 503)
         refused = process.http.post("/v1/chat/completions", json=BODY)
         assert refused.status_code == 503 and refused.headers["retry-after"]
@@ -158,13 +161,13 @@ def test_sigterm_lets_running_requests_finish(directory: Path, stream: bool) -> 
         assert not process.engine.of_kind(Abort)
 
 
-def test_sigterm_cuts_off_what_takes_too_long(directory: Path) -> None:
+def test_a_drain_cuts_off_what_takes_too_long(directory: Path) -> None:
     with started(directory, shutdown_timeout=0.3) as process:
         process.engine.hold.set()
         thread, streamed = process.in_background(stream=True)
         process.engine.received.clear()
         other, plain = process.in_background()
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         thread.join()
         other.join()
         assert process.popen.wait(5) == 0
@@ -175,13 +178,13 @@ def test_sigterm_cuts_off_what_takes_too_long(directory: Path) -> None:
         wait_until(lambda: process.engine.num_running == 0)
 
 
-def test_a_second_sigterm_cuts_the_wait_short(directory: Path) -> None:
+def test_the_parent_can_cut_the_wait_short(directory: Path) -> None:
     with started(directory, shutdown_timeout=60) as process:
         process.engine.hold.set()
         thread, streamed = process.in_background(stream=True)
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         wait_until(lambda: process.status() == 503)
-        process.popen.terminate()
+        process.popen.send_signal(CUT_SIGNAL)
         thread.join()
         assert process.popen.wait(5) == 0
         assert "shutting down" in streamed[0].text
@@ -203,7 +206,7 @@ def test_the_engines_death_is_told(directory: Path) -> None:
         for path in ("/health", "/metrics", "/v1/models"):
             assert process.status(path) == 503
         assert process.http.post("/v1/chat/completions", json=BODY).status_code == 503
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         assert process.popen.wait(5) == 0
 
 
@@ -224,13 +227,30 @@ def test_a_model_without_a_tokenizer_ends_it(tmp_path: Path) -> None:
         assert len(lines) == 1 and "tokenizer.json does not exist" in lines[0]
 
 
+@pytest.mark.parametrize(("number", "template", "warnings"), [(0, None, 1), (1, None, 0), (0, TEMPLATE, 0)])
+def test_one_process_warns_of_a_template_without_tools(
+    directory: Path, tmp_path: Path, number: int, template: str | None, warnings: int
+) -> None:
+    settings: dict[str, Any] = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    if template is not None:
+        path = tmp_path / "tools.jinja"
+        path.write_text(template)
+        settings["chat_template"] = str(path)
+    with started(directory, number=number, **settings) as process:
+        process.popen.send_signal(DRAIN_SIGNAL)
+        process.popen.wait(5)
+        assert process.popen.stderr is not None
+        log = process.popen.stderr.read().decode()
+    assert log.count("the chat template shows no tools") == warnings
+
+
 def test_the_access_log_is_quiet_for_machines(directory: Path) -> None:
     with started(directory) as process:
         process.status("/health")
         process.status("/metrics")
         process.status("/version")
         process.http.post("/v1/chat/completions", json=BODY | {"max_tokens": 1})
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         process.popen.wait(5)
         assert process.popen.stderr is not None
         log = process.popen.stderr.read().decode()
@@ -248,7 +268,7 @@ def test_the_access_log_says_what_went_wrong_but_no_secret(directory: Path) -> N
         ) as stream:
             next(stream.iter_bytes())
         process.engine.wait_for(Abort)
-        process.popen.terminate()
+        process.popen.send_signal(DRAIN_SIGNAL)
         process.popen.wait(5)
         assert process.popen.stderr is not None
         log = process.popen.stderr.read().decode()

@@ -19,7 +19,7 @@ import openai
 import pytest
 
 from jaxserve.engine.messages import Abort, Add, Finish
-from jaxserve.server import event_stream
+from jaxserve.server import event_stream, parse
 from tests.server.calls import (
     BOTH,
     CHAT,
@@ -623,11 +623,24 @@ def test_lp15_what_is_not_done_yet_is_refused_by_name(
     ok(post(served, route, **{field: None}))
 
 
-def test_unknown_fields_are_logged_once(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_logged_once_a_route(
+    served: Served, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parse, "_reported", set())
+    monkeypatch.setattr(parse, "MAX_REPORTED", 3)
     served.says("a")
-    for _ in range(3):
+    for _ in range(2):
         ok(post(served, CHAT, frobnicate=1, user="me"))
-    assert [record.args for record in caplog.records if "unknown" in record.msg] == [("frobnicate",)]
+        ok(post(served, COMPLETIONS, frobnicate=1))
+        ok(served.http.post(f"{CHAT}/", json=base(CHAT) | {"frobnicate": 1}))
+    for number in range(5):
+        ok(post(served, CHAT, **{f"made_up_{number}": 1}))
+    assert [record.getMessage() for record in caplog.records if "unknown" in record.msg] == [
+        f"{CHAT}: unknown request field ignored: 'frobnicate'",
+        f"{COMPLETIONS}: unknown request field ignored: 'frobnicate'",
+        f"{CHAT}: unknown request field ignored: 'made_up_0'",
+        "3 unknown request fields were ignored; no more of them will be told",
+    ]
 
 
 def test_defaults_of_the_model_and_of_the_client(llama_3: Any) -> None:
@@ -742,7 +755,8 @@ def test_errors_of_routing(served: Served, method: str, path: str, status: int) 
 
 @BOTH
 def test_a_body_over_the_limit(served: Served, route: str) -> None:
-    error_of(post(served, route, user="x" * 1_100_000), 413)
+    error = error_of(post(served, route, user="x" * 1_100_000), 413)
+    assert error["code"] == "request_too_large" and "1000000 bytes" in error["message"]
 
     def pieces() -> Iterator[bytes]:  # no Content-Length
         yield b'{"user":"'
@@ -757,6 +771,8 @@ def test_a_body_over_the_limit(served: Served, route: str) -> None:
 def test_an_unknown_model(served: Served) -> None:
     error = error_of(post(served, CHAT, model="x" * 10_000), 404)
     assert error["code"] == "model_not_found" and len(error["message"]) < 300
+    for response in (post(served, CHAT, model="x"), served.http.get("/v1/models/x")):
+        assert error_of(response, 404)["message"] == f"The model 'x' is not served here; this server has {MODEL!r}."
 
 
 def test_an_inner_fault_tells_nothing(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from jaxserve.engine.messages import Add
+from jaxserve.server.schemas import SamplingRequest
 from jaxserve.tokenizer import Tokenizer
 from tests.server.calls import CHAT, USER, Body, error_of, ok, post
 from tests.server.conftest import MODEL, Served, encode_answer, serve
@@ -177,6 +178,11 @@ def test_logprobs_on_demand(served: Served) -> None:
         ({"text": {"format": {"type": "xml"}}}, "text"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"temperature": -1}, "temperature"),
+        ({"priority": 1001}, "priority"),
+        ({"deadline_ms": 0}, "deadline_ms"),
+        ({"n": 2}, "n"),
+        ({"structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+        ({"structured_outputs": {"regex": "a"}, "text": {"format": {"type": "json_object"}}}, "text"),
     ],
 )
 @pytest.mark.parametrize("streamed", [False, True])
@@ -186,11 +192,49 @@ def test_what_cannot_be_names_the_field(served: Served, fields: Body, param: str
     assert not served.engine.of_kind(Add)
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"max_tokens": 5}, {"max_completion_tokens": 5}, {"response_format": {"type": "json_object"}}),
+        *({"guided_regex": "a"}, {"best_of": 2}, {"logprobs": True}, {"prompt_logprobs": 0}, {"echo": True}),
+        *({"messages": []}, {"add_generation_prompt": False}, {"reasoning_effort": "low"}, {"return_token_ids": True}),
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_fields_of_other_routes_are_refused_by_name(served: Served, fields: Body) -> None:
+    served.says("a")
+    [name] = fields
+    error = error_of(served.http.post(RESPONSES, json={"input": "Hello", **fields}))
+    assert error["param"] == name and name in error["message"] and error["code"] == "unsupported_parameter"
+    respond(served, **{name: None})
+
+
+def test_what_shapes_a_chat_shapes_a_response(served: Served) -> None:
+    """Everything that the routes share under one name reaches the engine, from this one too."""
+    served.says("a")
+    fields: Body = {
+        "temperature": 0.5, "top_p": 0.6, "top_k": 7, "min_p": 0.1, "seed": 3, "presence_penalty": 0.1,
+        "frequency_penalty": 0.2, "repetition_penalty": 1.1, "logit_bias": {"5": 1}, "allowed_token_ids": [5, 6],
+        "bad_words": ["b"], "min_tokens": 1, "stop": ["zzz"], "stop_token_ids": [9], "ignore_eos": True,
+        "include_stop_str_in_output": True, "skip_special_tokens": False, "truncate_prompt_tokens": 3,
+        "structured_outputs": {"regex": "a+"}, "priority": 7, "cache_salt": "mine", "deadline_ms": 5000,
+    }  # fmt: skip
+    assert fields.keys() | {"model", "stream", "spaces_between_special_tokens"} == {*SamplingRequest.__struct_fields__}
+    respond(served, **fields, max_output_tokens=2)
+    ok(post(served, CHAT, **fields, max_tokens=2))
+    response, chat = (add.requests[0] for add in served.engine.of_kind(Add))
+    assert response.sampling == chat.sampling and response.sampling.stop == ("zzz",)
+    assert response.prompt_token_ids == chat.prompt_token_ids and len(chat.prompt_token_ids) == 3
+    assert (response.priority, response.cache_salt) == (7, "mine")
+    assert response.deadline is not None and 4 < response.deadline - response.arrival_time < 6
+
+
 def test_neutral_fields_are_taken(served: Served) -> None:
     served.says("a")
     respond(
         served, store=True, background=False, truncation="disabled", previous_response_id=None, metadata={"a": "b"},
-        text={"format": {"type": "text"}, "verbosity": "low"}, reasoning={"effort": "low"}, user="x",
+        text={"format": {"type": "text"}, "verbosity": "low"}, reasoning={"effort": "low"}, user="x", n=1,
+        stream_options={"include_obfuscation": False},
     )  # fmt: skip
 
 

@@ -256,6 +256,35 @@ def test_tc10_a_named_call_is_that_one(tooled: Served, tool: Body) -> None:
     assert reason == "length"
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_forced_call_that_is_cut_before_it_begins_leaves_no_content(tooled: Served, choice: Any) -> None:
+    tooled.says(' [{"name": "now", ' if choice == "required" else " \n \n")
+    message = ok(post(tooled, CHAT, tools=TOOLS, tool_choice=choice, max_tokens=2))["choices"][0]["message"]
+    assert message["content"] is None
+    answer = call_both_ways(tooled, tools=TOOLS, tool_choice=choice, max_tokens=2)
+    assert answer == ({"content": None, "calls": []}, "length")
+    response = ok(tooled.http.post("/v1/responses", json={
+        "input": "x", "tools": [{"type": "function", **tool["function"]} for tool in TOOLS], "max_output_tokens": 2,
+        "tool_choice": choice if choice == "required" else {"type": "function", "name": "now"},
+    }))  # fmt: skip
+    assert (response["output"], response["status"]) == ([], "incomplete")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "go"}}])
+@pytest.mark.parametrize("parameters", [{}, {"properties": {"x": {"type": "integer"}}}, {"type": ["object", "null"]}])
+def test_forced_arguments_are_an_object_whatever_the_parameters_say(
+    tooled: Served, choice: Any, parameters: Body
+) -> None:
+    tools = [{"type": "function", "function": {"name": "go", "parameters": parameters}}]
+    tooled.says("a")
+    post(tooled, CHAT, tools=tools, tool_choice=choice)
+    spec = tooled.engine.of_kind(Add)[0].requests[0].sampling.structured
+    assert spec is not None
+    valid = jsonschema.Draft202012Validator(json.loads(spec.value)).is_valid
+    wrap = (lambda value: [{"name": "go", "parameters": value}]) if choice == "required" else (lambda value: value)
+    assert valid(wrap({"x": 1})) and not valid(wrap("text")) and not valid(wrap(None))
+
+
 def test_forced_calls_that_cannot_be(tooled: Served) -> None:
     named = {"type": "function", "function": {"name": "now"}}
     error = error_of(post(tooled, CHAT, tools=TOOLS, tool_choice=named, response_format={"type": "json_object"}))
@@ -286,6 +315,15 @@ def test_forced_calls_that_cannot_be(tooled: Served) -> None:
 )
 def test_tools_that_cannot_be(tooled: Served, fields: Body, param: str) -> None:
     assert error_of(post(tooled, CHAT, **fields))["param"] == param
+    assert not tooled.engine.of_kind(Add)
+
+
+@pytest.mark.parametrize("choice", ["required", "auto", "none"])
+@pytest.mark.parametrize("kind", ["string", ["array", "null"], 5])
+def test_parameters_that_are_no_object(tooled: Served, choice: str, kind: Any) -> None:
+    tool = {"type": "function", "function": {"name": "x", "parameters": {"type": kind}}}
+    error = error_of(post(tooled, CHAT, tools=[TOOLS[0], tool], tool_choice=choice))
+    assert error["param"] == "tools" and "tools[1].function.parameters" in error["message"]
     assert not tooled.engine.of_kind(Add)
 
 

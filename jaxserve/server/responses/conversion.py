@@ -7,7 +7,7 @@ from typing import Any
 from jaxserve.request import RequestError
 from jaxserve.server.parse import not_supported
 from jaxserve.server.responses.schemas import ResponsesRequest
-from jaxserve.server.schemas import ChatRequest
+from jaxserve.server.schemas import ChatRequest, SamplingRequest
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "previous_response_id": (),
@@ -16,6 +16,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "prompt": (),
     "max_tool_calls": (),
     "truncation": ("disabled",),
+    "n": (1,),
 }
 """Fields that are refused, null and these values apart."""
 INCLUDABLE = "message.output_text.logprobs"
@@ -39,17 +40,11 @@ def chat_request(request: ResponsesRequest) -> ChatRequest:
             raise RequestError(f"include[{index}]: only {INCLUDABLE} is supported.", param="include")
     logprobs = INCLUDABLE in (request.include or ())
     return ChatRequest(
+        **{name: getattr(request, name) for name in SamplingRequest.__struct_fields__},
         messages=_messages(request),
         max_completion_tokens=request.max_output_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_k=request.top_k,
-        min_p=request.min_p,
-        seed=request.seed,
-        ignore_eos=request.ignore_eos,
         logprobs=logprobs,
         top_logprobs=request.top_logprobs if logprobs else None,
-        stream=request.stream,
         tools=[_tool(tool, index) for index, tool in enumerate(request.tools or ())] or None,
         tool_choice=_tool_choice(request.tool_choice),
         parallel_tool_calls=request.parallel_tool_calls,

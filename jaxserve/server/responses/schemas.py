@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from msgspec import UNSET, Struct, UnsetType
 
-from jaxserve.server.schemas import ChatTokenLogprob, RequestMetrics
+from jaxserve.server.schemas import ChatTokenLogprob, RequestMetrics, SamplingRequest, note
 
 
 class TextConfig(Struct, kw_only=True):
@@ -20,19 +20,11 @@ class ReasoningConfig(Struct, kw_only=True):
     generate_summary: str | None = None
 
 
-class ResponsesRequest(Struct, kw_only=True):
-    model: str | None = None
+class ResponsesRequest(SamplingRequest, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    ignore_eos: bool | None = None
     top_logprobs: int | None = None
-    stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -40,14 +32,15 @@ class ResponsesRequest(Struct, kw_only=True):
     reasoning: ReasoningConfig | None = None
     include: list[str] | None = None
     metadata: dict[str, str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    # Known, and refused unless neutral: there is no memory here, and nothing runs by itself.
+    chat_template_kwargs: Annotated[dict[str, Any] | None, note("Variables of the chat template.")] = None
+    # Known, and refused unless neutral: there is no memory here, nothing runs by itself, and there is one answer.
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
     max_tool_calls: int | None = None
     truncation: str | None = None
+    n: int | None = None
 
 
 class OutputText(Struct, kw_only=True):

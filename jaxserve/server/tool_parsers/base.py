@@ -46,15 +46,18 @@ class EndOfTextError(Exception):
 class ToolParser(ABC):
     """Feed it text, take the pieces; ``finish`` when there is no more.
 
-    No character is lost or repeated: text that begins like a call and is none becomes content, a call that breaks off
-    keeps the arguments that it had. White space next to a call is layout, though, and dropped. ``names`` are the tools
-    of the request; formats without a mark of their own take nothing else for a call.
+    No character is lost or repeated: text that begins like a call and is none becomes content (unless calls are
+    ``forced``), a call that breaks off keeps the arguments that it had. White space next to a call is layout, though,
+    and dropped. ``names`` are the tools of the request; formats without a mark of their own take nothing else for a
+    call.
     """
 
     special_tokens: ClassVar[tuple[str, ...]] = ()
     """Special tokens that mark calls, and so must not be left out of the text."""
     marked: ClassVar[bool] = True
     """Calls stand behind a mark, anywhere; without one they make up the answer from its beginning."""
+    forced: ClassVar[bool] = False
+    """A grammar holds the answer to calls: what is cut off before it tells of one is no content either."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.num_calls = 0
@@ -111,7 +114,8 @@ class ToolParser(ABC):
                 if not self.marked:
                     yield from self._rest()
         except EndOfTextError:
-            self._give_back()
+            if not self.forced:
+                self._give_back()
 
     def _peek(self) -> Steps[str]:
         if self._ahead is None:

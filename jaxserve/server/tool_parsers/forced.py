@@ -9,6 +9,7 @@ class RequiredParser(ToolParser):
     """A list of ``{"name": …, "parameters": {…}}``."""
 
     marked = False
+    forced = True
 
     def _parse(self) -> Steps[None]:
         yield from self._list_of(self._call_object)
@@ -19,6 +20,7 @@ class NamedParser(ToolParser):
     """The arguments of the one function that ``names`` holds."""
 
     marked = False
+    forced = True
 
     def _parse(self) -> Steps[None]:
         yield from self._space()
