@@ -106,10 +106,14 @@ class QueueLimits:
     max_tokens: int | None = None
     max_wait: float | None = None
     """Seconds, as estimated from what was measured lately."""
+    num_clients: int = 1
+    """That keep the limits together, though each knows only what it sent itself."""
 
     def check(self, load: Load, sent: Sequence[EngineRequest], deadline: float | None = None) -> None:
         """Raises ``Overloaded`` if there is no room for one more request. ``sent`` are those of this client that
-        ``load`` does not know of yet."""
+        ``load`` does not know of yet; the others count as having sent as much, so that between them they send no more
+        than there is room for."""
+        sent = [*sent] * self.num_clients
         late = sent[load.free_slots :] if load.waiting == 0 else sent
         waiting = load.waiting + len(late)
         tokens = load.waiting_tokens + sum(len(request.prompt_token_ids) for request in late)

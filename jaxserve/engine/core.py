@@ -314,7 +314,7 @@ class EngineCore:
                 outputs.append(ClientOutput(request.client, ending(request)))
                 finished.append(request.request_id)
         self._stalled = False
-        self.traffic.step(self._record(submitted, now, wait_seconds, finished, counted), generated)
+        self._record(submitted, now, wait_seconds, finished, counted, generated)
         return outputs
 
     def _count_tokens(self, request: Request, tokens: int, now: float) -> int:
@@ -353,8 +353,14 @@ class EngineCore:
             del self._groups[request.group]
 
     def _record(
-        self, submitted: _Submitted, now: float, wait_seconds: float, finished: list[str], counted: int
-    ) -> StepEvent:
+        self,
+        submitted: _Submitted,
+        now: float,
+        wait_seconds: float,
+        finished: list[str],
+        counted: int,
+        generated: int,
+    ) -> None:
         schedule = submitted.step.schedule
         compiled, self._compiled = compiles.total() - self._compiled, compiles.total()
         event = step_event(
@@ -374,8 +380,8 @@ class EngineCore:
         self.events.append(event)
         self.metrics.step(event, counted)
         self.throughput.step(submitted.time, now, schedule.num_tokens)
+        self.traffic.step(event, generated)
         self._learn_cost(event)
-        return event
 
     def _learn_cost(self, event: StepEvent) -> None:
         """What a prompt token costs, from steps that computed many."""

@@ -170,25 +170,31 @@ class LLM:
     def _run(
         self, prompts: Sequence[tuple[str | None, list[int]]], params: SamplingParams | Sequence[SamplingParams]
     ) -> list[RequestOutput]:
-        of_each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(of_each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts need as many sampling_params, or one, got {len(of_each)}")
+        if isinstance(params, SamplingParams):
+            of_each = [self._checked(params)] * len(prompts)
+        elif len(params) == len(prompts):
+            of_each = [self._checked(own) for own in params]
+        else:
+            raise ValueError(f"{len(prompts)} prompts need as many sampling_params, or one, got {len(params)}")
         results: list[RequestOutput] = []
         growing: dict[str, _Growing] = {}
         requests = []
         for (text, ids), own in zip(prompts, of_each, strict=True):
-            params = with_bad_words(own, self.tokenizer)
-            if params.structured is not None:
-                self.engine.grammars.compile(params.structured).result()  # raises what is wrong with it
             name = f"offline-{next(self._ids)}"
-            batch = make_requests(name, ids, params, self.engine.info, draw_seed=self._draw_seed)
+            batch = make_requests(name, ids, own, self.engine.info, draw_seed=self._draw_seed)
             answers = [Completion(index) for index in range(len(batch))]
             results.append(RequestOutput(name, text, ids, answers))
             for request, answer in zip(batch, answers, strict=True):
-                growing[request.request_id] = _Growing(results[-1], answer, ChoiceOutput(self.tokenizer, params))
+                growing[request.request_id] = _Growing(results[-1], answer, ChoiceOutput(self.tokenizer, own))
             requests += batch
         self._step_through(requests, lambda output: self._grow(growing, output), lambda: bool(growing))
         return results
+
+    def _checked(self, params: SamplingParams) -> SamplingParams:
+        """With the ids of its bad words; raises ``RequestError`` for a grammar that cannot be."""
+        if params.structured is not None:
+            self.engine.grammars.compile(params.structured).result()
+        return with_bad_words(params, self.tokenizer)
 
     def _step_through(
         self, requests: Sequence[EngineRequest], take: Callable[[TokenOutput], None], go_on: Callable[[], bool]

@@ -205,13 +205,13 @@ def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax
     if blocks < 2:
         raise ValueError(
             f"{source} leaves room for {max(blocks, 0)} KV blocks of {per_block} bytes, at least 2 are needed;"
-            " raise --kv-cache-memory, --gpu-memory-utilization or --num-gpu-blocks-override"
+            " raise --kv-cache-memory-bytes, --gpu-memory-utilization or --num-gpu-blocks-override"
         )
     longest = plan.longest_request(blocks - 1, model.widest_window)
     if longest < plan.max_model_len and not plan.fit_model_len:
         logger.warning(
             "the KV cache holds %d tokens, fewer than the model's %d: longer requests will be refused"
-            " (--kv-cache-memory makes it larger, --max-model-len auto states what fits)",
+            " (--kv-cache-memory-bytes makes it larger, --max-model-len auto states what fits)",
             longest,
             plan.max_model_len,
         )
@@ -220,7 +220,7 @@ def num_blocks(config: EngineConfig, plan: Plan, model: ModelConfig, device: jax
 
 def _kv_bytes(config: EngineConfig, device: jax.Device, param_bytes: int, program_bytes: int) -> tuple[int, str]:
     if config.kv_cache_memory:
-        return config.kv_cache_memory, f"--kv-cache-memory {config.kv_cache_memory}"
+        return config.kv_cache_memory, f"--kv-cache-memory-bytes {config.kv_cache_memory}"
     if device.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return min(CPU_KV_BYTES, memory // 8), "this machine's memory"

@@ -45,13 +45,13 @@ class RowOutput(msgspec.Struct, frozen=True, gc=False):
     """Sampled tokens, one now; empty if the row does not sample or there is a fault."""
     fault: str | None = None
     """Why the row, which should sample, cannot."""
-    finite: bool = True
-    """Not so if that is because of what the model gave: then its KV may be broken too."""
     logprob: float | None = None
     top_ids: tuple[int, ...] = ()
     top_logprobs: tuple[float, ...] = ()
     prompt: PromptResult | None = None
     """Where the row has prompt work."""
+    finite: bool = True
+    """False if there is a fault because of what the model gave: then the row's KV may be broken too."""
 
 
 NO_TOKEN = RowOutput([])
@@ -105,7 +105,7 @@ class PendingStep:
                 rows.append(NO_TOKEN)
             elif item.wants_logprobs:
                 top = tuple(top_ids[place].tolist()), tuple(top_logprobs[place].tolist())
-                rows.append(RowOutput([token], None, True, float(logprobs[place]), *top))
+                rows.append(RowOutput([token], None, float(logprobs[place]), *top))
             else:
                 rows.append(RowOutput([token]))
         if self._prompts is not None:

@@ -13,7 +13,6 @@ from litestar.connection import ASGIConnection
 from jaxserve.config import ServerConfig
 from jaxserve.engine.admission import QueueLimits
 from jaxserve.engine.client import EngineClient
-from jaxserve.engine.messages import Load
 from jaxserve.request import EngineRequest, RequestError, seed_source
 from jaxserve.server.errors import ApiError
 from jaxserve.server.grammar_check import GrammarCheck
@@ -21,18 +20,6 @@ from jaxserve.server.reasoning import ReasoningFormat, reasoning_format
 from jaxserve.tokenizer import Tokenizer
 
 MAX_DEADLINE_MS = 24 * 60 * 60 * 1000
-
-
-@dataclass(frozen=True)
-class SharedLimits(QueueLimits):
-    """Limits that several API processes keep together, though each knows only what it let in itself."""
-
-    num_processes: int = 1
-
-    def check(self, load: Load, sent: Sequence[EngineRequest], deadline: float | None = None) -> None:
-        """As if every process had let in as much as this one since the engine said ``load``: between them they let in
-        no more than there is room for."""
-        super().check(load, [*sent] * self.num_processes, deadline)
 
 
 @dataclass(slots=True)
@@ -78,11 +65,11 @@ class ServerContext:
     def check_queue(self, deadline: float | None = None, requests: Sequence[EngineRequest] = ()) -> None:
         """Raises ``Overloaded`` if a new call would wait too long; ``requests`` are those of the call."""
         config = self.config
-        limits = SharedLimits(
+        limits = QueueLimits(
             config.max_num_queued_reqs,
             config.max_num_queued_tokens,
             config.max_queue_wait,
-            config.api_server_count,
+            num_clients=config.api_server_count,
         )
         self.client.check_queue(limits, deadline, requests)
 

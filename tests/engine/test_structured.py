@@ -14,6 +14,7 @@ import pytest
 from llguidance import LLMatcher
 
 from jaxserve.engine.admission import make_requests
+from jaxserve.engine.constraints import Constraints
 from jaxserve.engine.core import EngineCore
 from jaxserve.engine.llm import LLM
 from jaxserve.request import RequestError, SamplingParams, StructuredSpec, Thoughts
@@ -21,6 +22,7 @@ from jaxserve.runner.runner import ModelRunner, PendingStep
 from tests.conftest import ONE_CHUNK, SCARCE, SMALL_CHUNKS
 from tests.engine.test_core import add, drain, metrics
 from tests.engine.test_invariance import Work, run, some_work
+from tests.scheduling.factories import make_request
 
 MODELS: dict[str, dict[str, Any]] = {"tiny-llama-3.1": {}, "tiny-llama-2": ONE_CHUNK}
 BOTH = pytest.mark.parametrize("name", MODELS)
@@ -292,3 +294,20 @@ def test_a_grammar_that_fails_ends_its_request_alone(llm):
     outputs = drain(model.engine)
     assert outputs[names[0]][-1].finish_reason == "error" and "grammar" in outputs[names[0]][-1].error
     assert [token for output in outputs[names[1]] for token in output.token_ids] == expected.token_ids
+
+
+def test_a_grammar_whose_request_has_gone_is_not_compiled():
+    class Later:
+        def compile(self, spec: StructuredSpec) -> Future[LLMatcher]:
+            return futures.setdefault(spec.value, Future())
+
+    futures: dict[str, Future[LLMatcher]] = {}
+    constraints = Constraints(Later(), vocab_size=100)  # type: ignore[arg-type]
+    requests = [
+        make_request(4, sampling=SamplingParams(structured=StructuredSpec(kind="regex", value=value, field="f")))
+        for value in "ab"
+    ]
+    for request in requests:
+        constraints.add(request)
+    constraints.forget(requests[0].request_id)
+    assert futures["a"].cancelled() and not futures["b"].cancelled()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from jaxserve.engine.swapping import Swaps
+from jaxserve.request import SamplingParams
 from jaxserve.scheduling.schedule import SchedulerOutput, Swap
+from tests.conftest import SCARCE
+from tests.engine.test_cache_equality import SWAP_SPACE
 
 
 class Blocks:
@@ -104,3 +109,19 @@ def test_every_step_sends_some_to_the_host():
     assert runner.swapper.advanced == 1
     runner.swapper = None
     swaps.advance()
+
+
+def test_what_a_token_costs_is_learned_from_steps_that_computed_many(llm):
+    """A sequence that comes back from the host computes one token, in the time of a whole step."""
+    model = llm("tiny-llama-3.1", **SCARCE, async_depth=1, swap_space=SWAP_SPACE)
+    engine = model.engine
+    engine.events.clear()
+    model.generate(list(range(3, 60)), SamplingParams(temperature=0.0, max_tokens=2))
+    swap = engine.scheduler.swap
+    assert swap is not None and swap.seconds_per_token > 0
+    known = swap.seconds_per_token
+    resumed = replace(engine.events[-1], prefill_requests=("r",), prefill_tokens=(1,), decode_requests=(), num_tokens=1)
+    engine._learn_cost(resumed)
+    assert swap.seconds_per_token == known
+    engine._learn_cost(replace(resumed, prefill_tokens=(64,), num_tokens=64))
+    assert swap.seconds_per_token != known

@@ -7,6 +7,7 @@ import random
 import pytest
 
 from jaxserve.request import FinishReason
+from jaxserve.scheduling.draft import Draft
 from tests.scheduling.factories import collect, make_request, make_scheduler, run_all, run_step
 
 
@@ -104,3 +105,16 @@ def test_random_operations_with_a_window_lose_nothing(depth):
         run_step(scheduler)
     assert all(r.num_output_tokens == r.max_tokens for r in live)
     assert preempted > 5 and cached > 0
+
+
+def test_a_step_tells_the_device_of_passed_blocks_too():
+    """They are among a swapped sequence's new blocks, of which a step has room for so many."""
+    scheduler = make_scheduler(num_blocks=1 + 40, window=8)
+    request = make_request(40)
+    request.num_swapped_blocks, request.num_computed_tokens = 2, 40
+    passed = [0] * scheduler.kv.passed_blocks(40)
+    draft = Draft(scheduler.limits)
+    draft.cached_blocks = len(passed) + 2
+    assert scheduler._fits(request, passed, draft)
+    draft.cached_blocks -= 1
+    assert not scheduler._fits(request, passed, draft)
