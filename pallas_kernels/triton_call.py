@@ -25,6 +25,7 @@ from jax.ref import AbstractRef
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import type_canonicalisation_dict
 
 from pallas_kernels.kept import kept
@@ -43,6 +44,11 @@ def chaining() -> Iterator[None]:
         yield
     finally:
         _chaining.reset(token)
+
+
+def is_chaining() -> bool:
+    """Whether kernels are for a chain."""
+    return _chaining.get()
 
 
 def triton_call(
@@ -117,11 +123,13 @@ def _make_ir(
     places = {p.name: i for i, p in enumerate(kernel.params)}
     signature = {name: dict(types).get(name, "constexpr") for name in places}
     aligned = {(places[name],): [["tt.divisibility", 16]] for name, _ in types}  # XLA's buffers are
-    source = ASTSource(kernel, signature, {(places[n],): v for n, v in constants}, aligned)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, {(places[n],): v for n, v in constants}, aligned)
     module = source.make_ir(
         TARGET, options, backend.get_codegen_implementation(options), backend.get_module_map(), context
     )
-    module = backend.make_ttir(module, {}, options, TARGET.arch)  # inlines: XLA takes no calls within reductions
+    if not kernel.is_gluon():
+        module = backend.make_ttir(module, {}, options, TARGET.arch)  # inlines: XLA takes no calls within reductions
     return _with_aliases(module.str_nodebug(), [[n for n, _ in types].index(n) for n in in_place])
 
 

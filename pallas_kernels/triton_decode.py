@@ -18,7 +18,7 @@ import triton.language as tl
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_decode_plan import ITEM, launch_plan, plan_kernel
-from pallas_kernels.triton_early import enter, fetch
+from pallas_kernels.triton_early import enter
 from pallas_kernels.triton_softmax import LOG2E, accumulate
 
 Array = jax.Array
@@ -48,8 +48,6 @@ def decode_kernel(
     first_place, count, length = tl.load(words + 4), tl.load(words + 5), tl.load(words + 6)
     if item < number:
         if CHAINED:
-            table = tables_ptr + seq.to(tl.int64) * table_width
-            _fetch_first(k_ptr, v_ptr, table, start, end, head, KV_HEADS, DIM, BLOCK_SIZE, TILE)
             enter()
         group, dim, tile = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
         rows_seen = (group < GROUPS)[:, None] & (dim < DIM)[None, :]
@@ -100,20 +98,6 @@ def decode_kernel(
                     partial_ptr, lse_ptr, out, first_place * KV_HEADS + head, count,
                     KV_HEADS, GROUPS, GROUPS_PAD, DIM, DIM_PAD, PARTS,
                 )  # fmt: skip
-
-
-@triton.jit
-def _fetch_first(
-    k_ptr, v_ptr, table, start, end, head,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """An item's first tile of keys and values, into the L2 cache. (The newest may be written meanwhile: the cache
-    shows it.)"""
-    position = start + tl.arange(0, TILE)
-    block = tl.load(table + position // BLOCK_SIZE, mask=position < end, other=0).to(tl.int64)
-    offsets = ((block * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head) * DIM
-    fetch(k_ptr + offsets, DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    fetch(v_ptr + offsets, DIM * v_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit

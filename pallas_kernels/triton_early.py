@@ -16,13 +16,3 @@ def enter():  # type: ignore[no-untyped-def]
     """
     gdc_launch_dependents()
     gdc_wait()
-
-
-@triton.jit
-def fetch(pointers, NBYTES: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Ask for ``NBYTES`` (a multiple of 16) from each of these addresses to be brought into the L2 cache."""
-    sizes = tl.full(pointers.shape, NBYTES, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [pointers.to(tl.int64), sizes],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

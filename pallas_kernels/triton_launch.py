@@ -33,12 +33,16 @@ HIDDEN_POINTERS = 2
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel in Triton's IR, whose parameters are pointers."""
+    """A kernel in Triton's IR, or Gluon's, whose parameters are pointers."""
 
     name: str
     ir: str
     num_warps: int
     num_stages: int
+
+    @property
+    def is_gluon(self) -> bool:
+        return "ttg.num-warps" in self.ir
 
 
 @dataclass(frozen=True)
@@ -179,7 +183,7 @@ def _stages(kernel: Kernel, last: str) -> tuple[Any, dict[str, Any]]:
     module.context = context
     metadata = {"target": TARGET, **vars(options)}
     stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, Language.TRITON)
+    backend.add_stages(stages, options, Language.GLUON if kernel.is_gluon else Language.TRITON)
     names = list(stages)
     for name in names[names.index("ttgir") : names.index(last) + 1]:
         module = stages[name](module, metadata)

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels.triton_call import triton_call
-from pallas_kernels.triton_early import enter, fetch
+from pallas_kernels import gluon_linear
+from pallas_kernels.triton_call import is_chaining, triton_call
 
 Array = jax.Array
 
@@ -39,13 +39,6 @@ def _load_w(w_ptr, at, column, N, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def _fetch_w(w_ptr, first, last, column, N, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
-    """``ROWS`` rows of a strip of weights from row ``first`` on, or up to row ``last``, into the L2 cache."""
-    row = tl.minimum(first + tl.arange(0, ROWS), last - 1).to(tl.int64)
-    fetch(w_ptr + row * N + column, BLOCK_N * w_ptr.dtype.element_ty.primitive_bitwidth // 8)
-
-
-@triton.jit
 def _store(out_ptr, result, first_row, column, last_row, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     rows = tl.arange(0, BLOCK_M)
     offsets = (first_row + rows).to(tl.int64)[:, None] * N + column + tl.arange(0, BLOCK_N)[None, :]
@@ -54,19 +47,15 @@ def _store(out_ptr, result, first_row, column, last_row, N, BLOCK_M: tl.constexp
 
 @triton.jit(do_not_specialize=["last_row", "blocks"])
 def linear_kernel(
-    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr = 0, CHAINED: tl.constexpr = False,
+    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Grid (N / BLOCK_N, splits): partial sums ``out[splits, M, N]`` of ``x[M, K] @ w[K, N]``.
 
     M is ``last_row`` + 1 (of a number 1, jax-triton would make a constant, and another kernel), K is ``blocks`` *
-    BLOCK_K. In a chain, ``EARLY`` tiles of weights are brought nearer before ``x`` is there."""
+    BLOCK_K."""
     column, split = tl.program_id(0) * BLOCK_N, tl.program_id(1)
     N, K = tl.num_programs(0) * BLOCK_N, blocks * BLOCK_K
     first, last = split * blocks // tl.num_programs(1), (split + 1) * blocks // tl.num_programs(1)
-    if CHAINED:
-        _fetch_w(w_ptr, first * BLOCK_K, last * BLOCK_K, column, N, BLOCK_N, EARLY * BLOCK_K)
-        enter()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in range(first, last):
         x = _load_x(x_ptr, block * BLOCK_K, K, last_row, BLOCK_M, BLOCK_K)
@@ -76,8 +65,7 @@ def linear_kernel(
 
 @triton.jit(do_not_specialize=["last_row", "blocks"])
 def gated_linear_kernel(
-    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EARLY: tl.constexpr = 0, CHAINED: tl.constexpr = False,
+    x_ptr, w_ptr, last_row, blocks, out_ptr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """Grid (N / BLOCK_N,): ``silu(x @ w[:, 0]) * (x @ w[:, 1])`` of ``x[M, K]`` and ``w[K, 2, N]``.
 
@@ -85,10 +73,6 @@ def gated_linear_kernel(
     once."""
     column = tl.program_id(0) * BLOCK_N
     N, K = tl.num_programs(0) * BLOCK_N, blocks * BLOCK_K
-    if CHAINED:
-        _fetch_w(w_ptr, 0, K, column, 2 * N, BLOCK_N, EARLY * BLOCK_K)
-        _fetch_w(w_ptr, 0, K, column + N, 2 * N, BLOCK_N, EARLY * BLOCK_K)
-        enter()
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for block in range(blocks):
@@ -110,8 +94,6 @@ class Tile:
     k: int
     num_warps: int = 4
     resident: int = 1
-    early: int = 4
-    """Tiles that a program of a chain reads ahead; a power of two."""
 
 
 # By kind of product and most rows; from times of products and whole steps on an H200 (bench/linear_sweep.py).
@@ -121,6 +103,7 @@ TILES: dict[str, dict[int, Tile]] = {
     "whole": dict.fromkeys((16, 32, 64, 128), Tile(128, 64, resident=2)),
 }
 MULTIPROCESSORS = 132
+CHAINED_SHARED = 1.0
 SHARED_BYTES = 228 << 10
 """Of a Hopper multiprocessor, for its programs together; each is charged one KiB more than it asks for."""
 MAX_STAGES, MAX_SPLITS, MIN_BLOCKS = 10, 8, 4
@@ -135,6 +118,8 @@ class LinearPlan:
     blocks: int
     parameters: dict[str, int]
     options: dict[str, int]
+
+    stages: int = 0
 
     @property
     def splits(self) -> int:
@@ -155,12 +140,14 @@ def plan_linear(kind: str, rows: int, depth: int, columns: int) -> LinearPlan | 
     splits = _splits(strips, blocks, tile.resident) if kind == "parts" else 1
     resident = min(triton.cdiv(strips * splits, MULTIPROCESSORS), tile.resident)
     stage_bytes = 2 * tile.k * (tile.n * (2 if kind == "gated" else 1) + block_m)
-    stages = (SHARED_BYTES // resident - 1024) // stage_bytes
+    share = CHAINED_SHARED if is_chaining() else 1
+    stages = (int(SHARED_BYTES * share) // resident - 1024) // stage_bytes
     return LinearPlan(
         grid=(strips, splits),
         blocks=blocks,
-        parameters=dict(BLOCK_M=block_m, BLOCK_N=tile.n, BLOCK_K=tile.k, EARLY=tile.early),
+        parameters=dict(BLOCK_M=block_m, BLOCK_N=tile.n, BLOCK_K=tile.k),
         options=dict(num_warps=tile.num_warps, num_stages=min(stages, MAX_STAGES)),
+        stages=max(2, min(stages, MAX_STAGES)),
     )
 
 
@@ -186,10 +173,14 @@ def _call(kernel: Any, kind: str, x: Array, w: Array, columns: int, dtype: jnp.d
     plan = plan_linear(kind, rows, depth, columns)
     assert plan is not None, "ask suits_linear first"
     dtype = dtype or (jnp.float32 if plan.splits > 1 else x.dtype)
+    out_type = jax.ShapeDtypeStruct((plan.splits, rows, columns), dtype)
+    parameters = plan.parameters | plan.options
+    if is_chaining():
+        kernel = gluon_linear.linear_kernel
+        parameters |= dict(GATED=kind == "gated", STAGES=plan.stages)
     result: Array = triton_call(
-        x, w, rows - 1, plan.blocks, kernel=kernel, grid=plan.grid,
-        out_type=jax.ShapeDtypeStruct((plan.splits, rows, columns), dtype), **plan.parameters, **plan.options,
-    )  # fmt: skip
+        x, w, rows - 1, plan.blocks, kernel=kernel, grid=plan.grid, out_type=out_type, **parameters
+    )
     return result
 
 
