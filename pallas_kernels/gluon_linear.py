@@ -20,26 +20,33 @@ def _ring(STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype
 
 
 @gluon.jit
-def _copy(tile, pointer, stride, last_row):  # type: ignore[no-untyped-def]
-    """Begin to fill a tile in shared memory with rows, ``stride`` elements from each other, up to ``last_row``."""
-    ROWS: gl.constexpr = tile.shape[0]
-    COLUMNS: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0]
-    )
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    async_copy.async_copy_global_to_shared(tile, pointer + row * stride + column, mask=row <= last_row)
+def _copy_x(tile, x_ptr, block, K, last_row):  # type: ignore[no-untyped-def]
+    """Begin to fill a tile ``[BLOCK_M, BLOCK_K]``."""
+    BLOCK_K: gl.constexpr = tile.shape[1]
+    layout: gl.constexpr = _rows_of(BLOCK_K, gl.num_warps())
+    row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
+    column = block * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
+    async_copy.async_copy_global_to_shared(tile, x_ptr + row * K + column, mask=row <= last_row)
 
 
 @gluon.jit
-def _copy_w(w_ring, stage, w_ptr, block, column, N, GATED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of weights, or one of gate weights and one of up weights."""
-    ROWS: gl.constexpr = w_ring.shape[1]
-    PARTS: gl.constexpr = 2 if GATED else 1
-    start = w_ptr + (block * ROWS).to(gl.int64) * (N * PARTS) + column
-    for part in gl.static_range(PARTS):
-        _copy(w_ring.index(stage * PARTS + part), start + part * N, N * PARTS, ROWS)
+def _copy_w(tile, w_ptr, block, column, N, PARTS: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Begin to fill a tile ``[BLOCK_K, PARTS * BLOCK_N]`` from the same columns of each of the parts of ``w``."""
+    BLOCK_K: gl.constexpr = tile.shape[0]
+    BLOCK_N: gl.constexpr = tile.shape[1] // PARTS
+    layout: gl.constexpr = _rows_of(BLOCK_N * PARTS, gl.num_warps())
+    row = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))[:, None]
+    index = gl.arange(0, BLOCK_N * PARTS, gl.SliceLayout(0, layout))[None, :]
+    start = w_ptr + (block * BLOCK_K).to(gl.int64) * (N * PARTS) + column
+    offsets = row * (N * PARTS) + index // BLOCK_N * (N - BLOCK_N) + index
+    async_copy.async_copy_global_to_shared(tile, start + offsets)
+
+
+@gluon.constexpr_function
+def _rows_of(columns, warps):  # type: ignore[no-untyped-def]
+    """Who copies which eight elements of a tile."""
+    threads = min(columns // 8, 32)
+    return gl.BlockedLayout([1, 8], [32 // threads, threads], [warps, 1], [1, 0])
 
 
 @gluon.jit(do_not_specialize=["last_row", "blocks"])
@@ -53,42 +60,38 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     N, K = gl.num_programs(0) * BLOCK_N, blocks * BLOCK_K
     first, last = split * blocks // gl.num_programs(1), (split + 1) * blocks // gl.num_programs(1)
     dtype: gl.constexpr = w_ptr.dtype.element_ty
-    TILES: gl.constexpr = 2 if GATED else 1
-    w_ring, x_ring = _ring(STAGES * TILES, BLOCK_K, BLOCK_N, dtype), _ring(STAGES, BLOCK_M, BLOCK_K, dtype)
+    PARTS: gl.constexpr = 2 if GATED else 1
+    w_ring, x_ring = _ring(STAGES, BLOCK_K, PARTS * BLOCK_N, dtype), _ring(STAGES, BLOCK_M, BLOCK_K, dtype)
     # In the order in which they arrive: weights of all stages but one, then x's; from there on both together.
     for s in gl.static_range(STAGES - 1):
         if first + s < last:
-            _copy_w(w_ring, s, w_ptr, first + s, column, N, GATED)
+            _copy_w(w_ring.index(s), w_ptr, first + s, column, N, PARTS)
         async_copy.commit_group()
     _wait()
     for s in gl.static_range(STAGES - 1):
         if first + s < last:
-            _copy(x_ring.index(s), x_ptr + (first + s) * BLOCK_K, K, last_row)
+            _copy_x(x_ring.index(s), x_ptr, first + s, K, last_row)
         async_copy.commit_group()
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_M, 16])
-    gate = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
-    up = gl.zeros([BLOCK_N, BLOCK_M], gl.float32, mma)
+    acc = gl.zeros([PARTS * BLOCK_N, BLOCK_M], gl.float32, mma)
     for block in range(first, last):
         stage = (block - first) % STAGES
         async_copy.wait_group(STAGES - 2)
-        x = x_ring.index(stage).permute((1, 0))
-        gate_token = warpgroup_mma(w_ring.index(stage * TILES).permute((1, 0)), x, gate, is_async=True)
-        if GATED:
-            up_token = warpgroup_mma(w_ring.index(stage * TILES + 1).permute((1, 0)), x, up, is_async=True)
+        w, x = w_ring.index(stage).permute((1, 0)), x_ring.index(stage).permute((1, 0))
+        token = warpgroup_mma(w, x, acc, is_async=True)
         ahead = block + STAGES - 1
         if ahead < last:
             free = (ahead - first) % STAGES
-            _copy_w(w_ring, free, w_ptr, ahead, column, N, GATED)
-            _copy(x_ring.index(free), x_ptr + ahead * BLOCK_K, K, last_row)
+            _copy_w(w_ring.index(free), w_ptr, ahead, column, N, PARTS)
+            _copy_x(x_ring.index(free), x_ptr, ahead, K, last_row)
         async_copy.commit_group()
-        if GATED:
-            gate, up = warpgroup_mma_wait(0, deps=[gate_token, up_token])
-        else:
-            gate = warpgroup_mma_wait(0, deps=[gate_token])
+        acc = warpgroup_mma_wait(0, deps=[token])
     if GATED:
-        gate, up = gate.to(dtype).to(gl.float32), up.to(dtype).to(gl.float32)
-        gate = gate * (1 / (1 + gl.exp(-gate))) * up
-    _store(out_ptr, gate.to(out_ptr.dtype.element_ty), split * (last_row + 1), column, last_row, N)
+        gate, up = gl.split(gl.permute(gl.reshape(acc.to(dtype).to(gl.float32), [2, BLOCK_N, BLOCK_M]), (1, 2, 0)))
+        result = gate * (1 / (1 + gl.exp(-gate))) * up
+    else:
+        result = acc
+    _store(out_ptr, result.to(out_ptr.dtype.element_ty), split * (last_row + 1), column, last_row, N)
 
 
 @gluon.jit
