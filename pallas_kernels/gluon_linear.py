@@ -2,8 +2,8 @@
 their way into shared memory while the kernel in front still computes ``x``.
 
 Triton's own pipelining copies ``x`` and weights together, so that no weights could come before ``x`` is there; hence
-Gluon, Triton's language in which shared memory and copies are written down. (Weights brought into the L2 cache alone
-gain nothing: multiprocessors read that hardly faster than an H200's memory.)
+Gluon, Triton's language in which shared memory and copies are written down. (Prefetching weights into the L2 cache
+alone gained nothing.)
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgro
 
 
 @gluon.jit
-def _ring(STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr):  # type: ignore[no-untyped-def]
+def _ring(
+    STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr
+):  # fmt: skip
+    """Shared memory for so many tiles."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     return gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
 
 
 @gluon.jit
-def _copy_x(tile, x_ptr, block, K, last_row):  # type: ignore[no-untyped-def]
+def _copy_x(tile, x_ptr, block, K, last_row):
     """Begin to fill a tile ``[BLOCK_M, BLOCK_K]``."""
     BLOCK_K: gl.constexpr = tile.shape[1]
     layout: gl.constexpr = _rows_of(BLOCK_K, gl.num_warps())
@@ -30,7 +33,7 @@ def _copy_x(tile, x_ptr, block, K, last_row):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _copy_w(tile, w_ptr, block, column, N, PARTS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _copy_w(tile, w_ptr, block, column, N, PARTS: gl.constexpr):
     """Begin to fill a tile ``[BLOCK_K, PARTS * BLOCK_N]`` from the same columns of each of the parts of ``w``."""
     BLOCK_K: gl.constexpr = tile.shape[0]
     BLOCK_N: gl.constexpr = tile.shape[1] // PARTS
@@ -43,18 +46,18 @@ def _copy_w(tile, w_ptr, block, column, N, PARTS: gl.constexpr):  # type: ignore
 
 
 @gluon.constexpr_function
-def _rows_of(columns, warps):  # type: ignore[no-untyped-def]
+def _rows_of(columns, warps):
     """Who copies which eight elements of a tile."""
     threads = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // threads, threads], [warps, 1], [1, 0])
 
 
 @gluon.jit(do_not_specialize=["last_row", "blocks"])
-def linear_kernel(  # type: ignore[no-untyped-def]
+def linear_kernel(
     x_ptr, w_ptr, last_row, blocks, out_ptr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """``triton_linear``'s ``linear_kernel``, or its ``gated_linear_kernel``."""
+    """``triton_linear``'s ``linear_kernel``, or its ``gated_linear_kernel``, with the same grid."""
     _launch_next()
     column, split = gl.program_id(0) * BLOCK_N, gl.program_id(1)
     N, K = gl.num_programs(0) * BLOCK_N, blocks * BLOCK_K
@@ -62,7 +65,8 @@ def linear_kernel(  # type: ignore[no-untyped-def]
     dtype: gl.constexpr = w_ptr.dtype.element_ty
     PARTS: gl.constexpr = 2 if GATED else 1
     w_ring, x_ring = _ring(STAGES, BLOCK_K, PARTS * BLOCK_N, dtype), _ring(STAGES, BLOCK_M, BLOCK_K, dtype)
-    # In the order in which they arrive: weights of all stages but one, then x's; from there on both together.
+    # Groups of copies, in the order in which they are waited for: the weights of the first tiles, then their rows of x,
+    # then both of each tile that follows. When all groups but the last STAGES - 2 are there, so is the next tile.
     for s in gl.static_range(STAGES - 1):
         if first + s < last:
             _copy_w(w_ring.index(s), w_ptr, first + s, column, N, PARTS)
@@ -95,7 +99,7 @@ def linear_kernel(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _store(out_ptr, result, first_row, column, last_row, N):  # type: ignore[no-untyped-def]
+def _store(out_ptr, result, first_row, column, last_row, N):
     """``[BLOCK_N, BLOCK_M]``, transposed."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
     result = gl.convert_layout(gl.permute(result, (1, 0)), layout)
@@ -106,12 +110,12 @@ def _store(out_ptr, result, first_row, column, last_row, N):  # type: ignore[no-
 
 
 @gluon.jit
-def _launch_next():  # type: ignore[no-untyped-def]
+def _launch_next():
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _wait():  # type: ignore[no-untyped-def]
+def _wait():
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

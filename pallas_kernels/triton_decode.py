@@ -146,7 +146,7 @@ class Tuning:
     """About as many as run at once."""
 
 
-FEW_ROWS = Tuning(tile=64, num_warps=4, num_stages=3, programs=264)
+FEW_ROWS = Tuning(tile=64, num_warps=8, num_stages=3, programs=264)
 """Few programs: latency counts, and every further item is a partial result to wait for."""
 MORE_ROWS = Tuning(tile=32, num_warps=2, num_stages=4, programs=528)
 """A program for every sequence and head, small enough that all of them run at once."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import triton
-import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def enter():  # type: ignore[no-untyped-def]
+def enter():
     """Let the next kernel come, then wait until all before this one have ended and what they wrote can be read.
 
     Every program passes here before it writes anything, or reads what a kernel of the chain writes; one that does

@@ -98,12 +98,11 @@ class Tile:
 
 # By kind of product and most rows; from times of products and whole steps on an H200 (bench/linear_sweep.py).
 TILES: dict[str, dict[int, Tile]] = {
-    "parts": {16: Tile(128, 128, resident=2), 32: Tile(64, 128, resident=3), 64: Tile(64, 128), 128: Tile(64, 128)},
+    "parts": {16: Tile(128, 128, resident=2), 32: Tile(128, 128), 64: Tile(64, 128), 128: Tile(64, 128)},
     "gated": {16: Tile(128, 64), 32: Tile(128, 64), 64: Tile(64, 64, resident=2), 128: Tile(128, 64, num_warps=8)},
     "whole": dict.fromkeys((16, 32, 64, 128), Tile(128, 64, resident=2)),
 }
 MULTIPROCESSORS = 132
-CHAINED_SHARED = 1.0
 SHARED_BYTES = 228 << 10
 """Of a Hopper multiprocessor, for its programs together; each is charged one KiB more than it asks for."""
 MAX_STAGES, MAX_SPLITS, MIN_BLOCKS = 10, 8, 4
@@ -118,8 +117,6 @@ class LinearPlan:
     blocks: int
     parameters: dict[str, int]
     options: dict[str, int]
-
-    stages: int = 0
 
     @property
     def splits(self) -> int:
@@ -140,14 +137,12 @@ def plan_linear(kind: str, rows: int, depth: int, columns: int) -> LinearPlan | 
     splits = _splits(strips, blocks, tile.resident) if kind == "parts" else 1
     resident = min(triton.cdiv(strips * splits, MULTIPROCESSORS), tile.resident)
     stage_bytes = 2 * tile.k * (tile.n * (2 if kind == "gated" else 1) + block_m)
-    share = CHAINED_SHARED if is_chaining() else 1
-    stages = (int(SHARED_BYTES * share) // resident - 1024) // stage_bytes
+    stages = (SHARED_BYTES // resident - 1024) // stage_bytes
     return LinearPlan(
         grid=(strips, splits),
         blocks=blocks,
         parameters=dict(BLOCK_M=block_m, BLOCK_N=tile.n, BLOCK_K=tile.k),
         options=dict(num_warps=tile.num_warps, num_stages=min(stages, MAX_STAGES)),
-        stages=max(2, min(stages, MAX_STAGES)),
     )
 
 
@@ -177,7 +172,7 @@ def _call(kernel: Any, kind: str, x: Array, w: Array, columns: int, dtype: jnp.d
     parameters = plan.parameters | plan.options
     if is_chaining():
         kernel = gluon_linear.linear_kernel
-        parameters |= dict(GATED=kind == "gated", STAGES=plan.stages)
+        parameters |= dict(GATED=kind == "gated", STAGES=plan.options["num_stages"])
     result: Array = triton_call(
         x, w, rows - 1, plan.blocks, kernel=kernel, grid=plan.grid, out_type=out_type, **parameters
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,11 +33,18 @@ def product(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.tensordot(x, w, axes=1, preferred_element_type=jnp.float32)
 
 
+def launched(function: Callable[..., jax.Array], chained: bool) -> Callable[..., jax.Array]:
+    """By Triton's kernels, one by one, or as a chain, which has kernels of its own."""
+    run = partial(function, backend="triton")
+    return jax.jit(pallas_kernels.chained(run) if chained else run)
+
+
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("depth", "columns"), [(4096, 6144), (4096, 4096), (14336, 4096), (512, 128)])
-def test_parts(rows: int, depth: int, columns: int):
+def test_parts(rows: int, depth: int, columns: int, chained: bool):
     x, w = operands(rows, depth, columns)
-    parts = jax.jit(pallas_kernels.linear_parts, static_argnames="backend")(x, w, backend="triton")
+    parts = launched(pallas_kernels.linear_parts, chained)(x, w)
     check(parts.astype(jnp.float32).sum(0), product(x, w), 1e-5 if len(parts) > 1 else 5e-3)
 
 
@@ -45,8 +55,9 @@ def test_whole(rows: int):
     check(run(x, w, dtype=jnp.float32, backend="triton"), product(x, w), 1e-5)
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("rows", ROWS)
-def test_gated(rows: int):
+def test_gated(rows: int, chained: bool):
     x, w = operands(rows, 4096, 2, 14336)
-    run = jax.jit(pallas_kernels.gated_linear, static_argnames="backend")
-    check(run(x, w, backend="triton"), run(x, w, backend="reference"), 5e-3)
+    want = jax.jit(partial(pallas_kernels.gated_linear, backend="reference"))(x, w)
+    check(launched(pallas_kernels.gated_linear, chained)(x, w), want, 5e-3)
