@@ -8,7 +8,7 @@ heads, then key and value), gate and up ``[D, 2, I]``, LM head by vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
@@ -73,17 +72,20 @@ def param_shapes(config: ModelConfig) -> Params:
     return {"layers": tuple(dict(layer) for _ in range(config.num_layers)), **ends}
 
 
-def load_params(checkpoint: Checkpoint, config: ModelConfig, mesh: Mesh, progress: Callable[[int], None]) -> Params:
-    """Read every parameter onto the devices, several layers at a time; ``progress`` hears how many layers are done."""
+def load_params(checkpoint: Checkpoint, config: ModelConfig, into: Params, progress: Callable[[int], None]) -> Params:
+    """Read every parameter onto the devices, several layers at a time; ``progress`` hears how many layers are done.
 
-    def on_devices(fuse: Callable[[Params], Params], names: Iterable[str]) -> Callable[[Params], Params]:
-        return jax.jit(fuse, out_shardings={name: NamedSharding(mesh, SPECS.get(name, P())) for name in names})
+    They take the memory of ``into``, arrays like them that are given up: what is needed on the way lies behind all
+    parameters then, and leaves no holes between them."""
 
-    names = param_shapes(config)
-    fuse_layer = on_devices(partial(_fuse_layer, config=config), names["layers"][0])
+    def on_devices(fuse: Callable[[Params], Params], arrays: Params) -> Callable[[Params, Params], Params]:
+        places = {name: array.sharding for name, array in arrays.items()}
+        return jax.jit(lambda _, raw: fuse(raw), out_shardings=places, donate_argnums=0, keep_unused=True)
+
+    fuse_layer = on_devices(partial(_fuse_layer, config=config), into["layers"][0])
 
     def load_layer(index: int) -> Params:
-        return fuse_layer(_read_layer(checkpoint, config, f"model.layers.{index}"))
+        return fuse_layer(into["layers"][index], _read_layer(checkpoint, config, f"model.layers.{index}"))
 
     layers = [load_layer(0)]  # alone, so that only one thread compiles what all use
     progress(1)
@@ -105,7 +107,8 @@ def load_params(checkpoint: Checkpoint, config: ModelConfig, mesh: Mesh, progres
     elif "lm_head.weight" in checkpoint:
         _check_tied(checkpoint, ends["embed"])
     checkpoint.check_all_read()
-    return {"layers": tuple(layers), **on_devices(_fuse_ends, ends)(ends)}
+    old = {name: into[name] for name in ends}
+    return {"layers": tuple(layers), **on_devices(_fuse_ends, old)(old, ends)}
 
 
 def _read_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> dict[str, np.ndarray]:

@@ -141,7 +141,7 @@ class ModelRunner:
         self.num_blocks = num_blocks(config, self.plan, self.model_config, devices[0], reserved)
         builder = ProgramBuilder(self.model_config, self.plan, structs, self._mesh, self.num_blocks)
         with ThreadPoolExecutor(1) as loader:  # a GPU's programs are compiled from shapes, meanwhile
-            loading = loader.submit(self._load, directory, config.load_format, progress)
+            loading = loader.submit(self._load, directory, config.load_format, structs, progress)
             if self._on_cpu:
                 loading.result()
             self._programs = self._compile(builder, progress, loading)
@@ -165,13 +165,13 @@ class ModelRunner:
         self.startup_seconds[name] = time.monotonic() - start
         logger.info("start-up phase %s took %.1f s", name, self.startup_seconds[name])
 
-    def _load(self, directory: Path, load_format: str, progress: Progress) -> Any:
+    def _load(self, directory: Path, load_format: str, structs: Any, progress: Progress) -> Any:
         with self._phase("load"):
             if load_format == "dummy":
                 return jax.block_until_ready(random_params(self.model_config, self.plan.dtype, self._mesh))
-            return self._read(directory, progress)
+            return self._read(directory, zeros(structs), progress)
 
-    def _read(self, directory: Path, progress: Progress) -> Any:
+    def _read(self, directory: Path, into: Any, progress: Progress) -> Any:
         checkpoint = Checkpoint(directory, self.plan.dtype)
         layers = self.model_config.num_layers
 
@@ -180,7 +180,7 @@ class ModelRunner:
                 progress(f"loaded {done}/{layers} layers")
 
         module = model_module(self.model_config.architecture)
-        return jax.block_until_ready(module.load_params(checkpoint, self.model_config, self._mesh, layer_done))
+        return jax.block_until_ready(module.load_params(checkpoint, self.model_config, into, layer_done))
 
     def _compile(self, builder: ProgramBuilder, progress: Progress, loading: Future[Any]) -> Programs:
         with self._phase("compile"):

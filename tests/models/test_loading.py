@@ -22,6 +22,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine.defaults import sampling_defaults
 from jaxserve.engine.llm import LLM
 from jaxserve.models.config import MAX_EOS_IDS, CheckpointError, load_model_config
+from jaxserve.models.dummy import param_structs
+from jaxserve.models.kv_cache import zeros
 from jaxserve.models.registry import model_module
 from jaxserve.models.weights import INDEX, Checkpoint
 from jaxserve.request import SamplingParams
@@ -46,7 +48,9 @@ def load(directory: Path, dtype: np.dtype = FLOAT32) -> Any:
     config = load_model_config(directory)
     module = model_module(config.architecture)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    params = module.load_params(Checkpoint(directory, dtype), config, mesh, lambda done: None)
+    into = zeros(param_structs(config, dtype, mesh))
+    params = module.load_params(Checkpoint(directory, dtype), config, into, lambda done: None)
+    assert all(array.is_deleted() for array in jax.tree.leaves(into)), "their memory is not the parameters'"
     return jax.tree.map(np.asarray, params)
 
 
