@@ -72,7 +72,7 @@ def main() -> None:
         options: dict[str, Any] = dict(max_num_seqs=max(16, *batches), max_model_len=2048 if large else None)
         options["prefill_chunk_tokens"] = "all"  # as class LLM has it: nobody reads along
         if large:
-            options |= dict(load_format="dummy", row_buckets=tuple(sorted({16, *batches})))
+            options["load_format"] = "dummy"
         options |= {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(arguments.options).items()}
         config = EngineConfig(model=arguments.model, **options)
         backend.configure(config)

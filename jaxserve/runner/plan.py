@@ -119,10 +119,13 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
 
 
 def _row_sizes(max_num_seqs: int, on_gpu: bool) -> tuple[int, ...]:
-    """On a GPU, steps of up to eight sequences cost nearly the same: all of them read the weights once."""
+    """On a GPU, steps of up to eight sequences cost nearly the same: all of them read the weights once. Beyond 128 each
+    sequence costs, and sizes are closer."""
     if not on_gpu or max_num_seqs <= 8:
         return doubling(1, max_num_seqs, 4)
-    return (1, *doubling(8, max_num_seqs))
+    sizes = doubling(8, max_num_seqs)
+    between = {size * 3 // 2 for size in sizes if size >= 128 and size * 3 // 2 < max_num_seqs}
+    return (1, *sorted({*sizes, *between}))
 
 
 def _token_sizes(budget: int, on_gpu: bool) -> tuple[int, ...]:

@@ -72,6 +72,22 @@ def test_products_that_only_hopper_has_are_refused(device):
 
 
 @pytest.mark.parametrize(
+    ("device", "max_num_seqs", "sizes"),
+    [
+        (HOPPER, 256, (1, 8, 16, 32, 64, 128, 192, 256)),
+        (HOPPER, 512, (1, 8, 16, 32, 64, 128, 192, 256, 384, 512)),
+        (HOPPER, 200, (1, 8, 16, 32, 64, 128, 192, 200)),
+        (HOPPER, 128, (1, 8, 16, 32, 64, 128)),
+        (HOPPER, 4, (1, 4)),
+        (CPU, 16, (1, 4, 16)),
+    ],
+)
+def test_sizes_of_decode_steps(device, max_num_seqs, sizes):
+    plan = make_plan(EngineConfig(model="8B", max_num_seqs=max_num_seqs), LLAMA_8B(1), *device)
+    assert plan.ladder.row_sizes == sizes
+
+
+@pytest.mark.parametrize(
     ("device", "options", "sizes", "chunk"),
     [
         (HOPPER, {}, (128, 256, 512, 768, 1024, 2048, 4096, 8192), (384, 1792)),
