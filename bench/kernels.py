@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import re
 import sys
 import tempfile
 from collections import defaultdict
@@ -170,16 +171,36 @@ def time_chain(chain: Chain, q: jax.Array, caches: Caches) -> float:
         return sum(kernel_seconds(Path(directory)).values()) / (RUNS * CALLS)
 
 
-def kernel_seconds(directory: Path) -> dict[str, float]:
-    """What the kernels of a trace took on the device, by name."""
+@dataclass(frozen=True)
+class KernelRun:
+    """A kernel in a trace: when it ran, in seconds, and its grid, such as "32,4,1"."""
+
+    start: float
+    end: float
+    name: str
+    grid: str
+
+
+def kernel_runs(directory: Path) -> list[KernelRun]:
+    """The kernels of a trace, by when they ended."""
     [path] = directory.rglob("*.trace.json.gz")
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e.get("name") == "process_name"}
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e.get("name") == "thread_name"}
-    seconds: dict[str, float] = defaultdict(float)
+    runs = []
     for e in events:
         if e.get("ph") == "X" and "GPU" in processes[e["pid"]] and "Stream" in threads.get((e["pid"], e["tid"]), ""):
-            seconds[e["name"]] += e["dur"] / 1e6
+            grid = re.search(r"grid:([\d,]+)", str(e.get("args", "")))
+            start = e["ts"] / 1e6
+            runs.append(KernelRun(start, start + e["dur"] / 1e6, e["name"], grid[1] if grid else ""))
+    return sorted(runs, key=lambda run: run.end)
+
+
+def kernel_seconds(directory: Path) -> dict[str, float]:
+    """What the kernels of a trace took on the device, by name."""
+    seconds: dict[str, float] = defaultdict(float)
+    for run in kernel_runs(directory):
+        seconds[run.name] += run.end - run.start
     return seconds
 
 

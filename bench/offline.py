@@ -109,6 +109,7 @@ def measure(engine: EngineCore, batch: int, lengths: Lengths) -> dict[str, Any]:
         row[f"{name}_ms"] = (whole - first) / (lengths.output - 1) * 1000
         full = [e.collected for e in engine.events if len(e.decode_requests) == batch and not e.prefill_requests]
         row[f"{name}_step_ms"] = float(np.median(np.diff(full))) * 1000
+        row[f"{name}_slowest_step_ms"] = float(np.max(np.diff([e.collected for e in engine.events]))) * 1000
     report(f"batch {batch}: {row}")
     return row
 
