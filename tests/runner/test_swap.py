@@ -8,29 +8,32 @@ import pytest
 
 from jaxserve.models.kv_cache import cache_shapes
 from jaxserve.runner import compiles, swap
-from jaxserve.runner.swap import SWAP_BLOCKS, Swapper, host_bytes
+from jaxserve.runner.swap import PIECE, SWAP_BLOCKS, Swapper, host_bytes
+
+BLOCKS = 800
 
 
 @pytest.fixture(scope="module")
 def parts(llm):
     runner = llm("tiny-llama-3.1").engine.runner
     plan = runner.plan
-    shapes = cache_shapes(runner.model_config, 200, plan.block_size, plan.dtype, runner._mesh)
+    shapes = cache_shapes(runner.model_config, BLOCKS, plan.block_size, plan.dtype, runner._mesh)
     return shapes, runner._mesh
 
 
 @pytest.mark.parametrize("fetched", [False, True])
-@pytest.mark.parametrize("count", [1, SWAP_BLOCKS, SWAP_BLOCKS + 5])
+@pytest.mark.parametrize("count", [1, SWAP_BLOCKS, SWAP_BLOCKS + 5, 256, 256 + SWAP_BLOCKS + 40])
 def test_blocks_come_back_elsewhere_and_nothing_else_changes(parts, count, fetched):
     shapes, mesh = parts
-    swapper = Swapper(shapes, mesh, host_bytes(shapes, 2 * SWAP_BLOCKS))
-    assert swapper.num_blocks == 2 * SWAP_BLOCKS
+    swapper = Swapper(shapes, mesh, host_bytes(shapes, 6 * SWAP_BLOCKS))
+    assert swapper.num_blocks == 6 * SWAP_BLOCKS
     cache = filled(shapes, mesh)
     before = [np.array(array) for layer in cache for array in layer]
     rng = np.random.default_rng(count)
-    source, target = rng.permutation(np.arange(1, 200))[: 2 * count].reshape(2, count).tolist()
+    source, target = rng.permutation(np.arange(1, BLOCKS))[: 2 * count].reshape(2, count).tolist()
     compiled = compiles.total()
     handle = swapper.swap_out(cache, source)
+    assert len(handle) == -(-count // PIECE)
     while swapper._gathered or swapper._leaving:
         swapper.advance()
     assert all(part.sharding.memory_kind == "pinned_host" for part in handle)
@@ -62,7 +65,7 @@ def test_swapping_in_updates_the_cache_in_place_and_warming_up_changes_nothing(p
     assert swapper.seconds_per_program > 0
 
 
-@pytest.mark.parametrize("in_flight", [1, 2])
+@pytest.mark.parametrize("in_flight", [2, 4])
 def test_more_blocks_than_may_be_on_their_way_come_back_too(parts, monkeypatch, in_flight):
     monkeypatch.setattr(swap, "IN_FLIGHT", in_flight)
     shapes, mesh = parts
@@ -75,7 +78,7 @@ def test_more_blocks_than_may_be_on_their_way_come_back_too(parts, monkeypatch, 
     swapper.settle()
     while not swapper.fetch(handle, arriving):
         pass
-    assert len(handle) == 3 and len(arriving) == in_flight
+    assert len(handle) == 3 * SWAP_BLOCKS // PIECE and len(arriving) == in_flight
     cache = swapper.swap_in(cache, handle, ids[::-1], arriving)
     for array, old in zip((a for layer in cache for a in layer), before, strict=True):
         np.testing.assert_array_equal(np.asarray(array)[ids[::-1]], old[ids])
