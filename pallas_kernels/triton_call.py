@@ -38,7 +38,8 @@ _chaining = ContextVar("chaining", default=False)
 
 @contextmanager
 def chaining() -> Iterator[None]:
-    """Within, kernels are for a chain: their parameter CHAINED is true."""
+    """Within, kernels are for a chain: their parameter CHAINED is true. A function that is jitted by itself must not be
+    traced here and elsewhere with the same arguments, or JAX takes the one for the other."""
     token = _chaining.set(True)
     try:
         yield

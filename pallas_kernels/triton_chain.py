@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -35,7 +36,8 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(*arguments: Any) -> Any:
         with chaining():
-            jaxpr, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+            fresh = partial(function)  # traced before, outside, it would have other kernels
+            jaxpr, shapes = jax.make_jaxpr(fresh, return_shape=True)(*arguments)
         results = _call(_record(jaxpr), jax.tree.leaves(arguments))
         return jax.tree.unflatten(jax.tree.structure(shapes), results)
 
@@ -108,6 +110,8 @@ class _Recording:
                 return inputs[:1]
             case "new_ref":
                 return [_Cell(inputs[0])]
+            case "get" | "freeze" | "swap" if not _is_whole(equation.outvars[0].aval, inputs[0].value.storage):
+                raise ValueError("a chain of kernels cannot take a part of an array")
             case "get" | "freeze":
                 return [inputs[0].value]
             case "swap":
@@ -130,6 +134,8 @@ class _Recording:
         operands = [value.current() for value in inputs]
         changed = {result: operands[operand] for operand, result in params["input_output_aliases"]}
         for storage in changed.values():
+            if operands.count(storage) > 1:
+                raise ValueError(f"{kernel.name} reads by another name what it changes in place")
             storage.version += 1
         results = [
             changed.get(i) or _Storage(aval.shape, aval.dtype, first_use=len(self.launches))
@@ -141,6 +147,10 @@ class _Recording:
         return [_Value(storage, storage.version) for storage in results]
 
 
+def _is_whole(aval: Any, storage: _Storage) -> bool:
+    return int(np.prod(aval.shape)) == int(np.prod(storage.shape))
+
+
 def _record(jaxpr: ClosedJaxpr) -> _Recording:
     recording = _Recording([_Value(_Storage(a.shape, a.dtype), 0) for a in jaxpr.in_avals])
     recording.results = recording.run(jaxpr.jaxpr, jaxpr.consts, list(recording.operands))
@@ -150,11 +160,11 @@ def _record(jaxpr: ClosedJaxpr) -> _Recording:
 def _call(recording: _Recording, arguments: Sequence[Any]) -> list[Any]:
     """The results of a recorded function, by one custom call."""
     given = zip(recording.operands, [*arguments, *map(jnp.asarray, recording.constants)], strict=True)
-    arrays = {value.storage: array for value, array in given if value.storage.last_use >= 0}
-    operands = list(arrays)
+    arrays = {value.storage: array for value, array in given}
+    operands = [storage for storage in arrays if storage.last_use >= 0]
     changed = [storage for storage in operands if storage.version]
     wanted = [value.current() for value in recording.results]
-    made = [*changed, *dict.fromkeys(s for s in wanted if s not in operands)]
+    made = [*changed, *dict.fromkeys(s for s in wanted if s not in arrays)]
     scratch, scratch_bytes = _share_scratch(recording, {*operands, *made})
     # A call's buffers are its operands, then its results, the last of which is scratch memory.
     places = {storage: (i, 0) for i, storage in enumerate([*operands, *made])}
@@ -172,7 +182,7 @@ def _call(recording: _Recording, arguments: Sequence[Any]) -> list[Any]:
             jax.ShapeDtypeStruct((scratch_bytes,), jnp.uint8),
         ],
         input_output_aliases={operands.index(storage): i for i, storage in enumerate(changed)},
-    )(*arrays.values(), chain=triton_launch.announce(chain))
+    )(*(arrays[storage] for storage in operands), chain=triton_launch.announce(chain))
     found = arrays | dict(zip(made, results, strict=False))
     shapes = [value.storage.shape for value in recording.results]
     return [found[storage].reshape(shape) for storage, shape in zip(wanted, shapes, strict=True)]

@@ -10,8 +10,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 def enter():
     """Let the next kernel come, then wait until all before this one have ended and what they wrote can be read.
 
-    Every program passes here before it writes anything, or reads what a kernel of the chain writes; one that does
-    neither need not, but some program of each kernel must: the one in front has ended then, which had waited likewise.
+    Every program passes here before it writes anything, or reads what a kernel of the chain writes. One that does
+    neither may end without; but at least one program of each kernel waits, so that a kernel's end implies that of all
+    before it.
     """
     gdc_launch_dependents()
     gdc_wait()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -157,20 +158,21 @@ def compiled(kernel: Kernel) -> Binary:
 
 def _compile(kernel: Kernel) -> bytes:
     """Shared memory in four bytes, then the code."""
-    binary, metadata = _stages(kernel, "cubin")
+    modules, metadata = stages(kernel, "cubin")
     assert metadata["global_scratch_size"] == 0, "no memory is given for it"
+    header = re.search(r"tt\.func public @\w+\((.*?)\) attributes", kernel.ir, re.DOTALL)
+    assert header is not None
+    # Were there more, the driver would read beyond those that it is given.
+    pointers = header[1].count("!tt.ptr") + HIDDEN_POINTERS
+    assert len(re.findall(r"\.param \.u64", modules["ptx"])) == pointers, "this Triton has other hidden parameters"
     shared_bytes: int = metadata["shared"]
-    return shared_bytes.to_bytes(4, "little") + binary
+    code: bytes = modules["cubin"]
+    return shared_bytes.to_bytes(4, "little") + code
 
 
-def ptx(kernel: Kernel) -> str:
-    """What the binary is assembled from, to look at."""
-    text, _ = _stages(kernel, "ptx")
-    return str(text)
-
-
-def _stages(kernel: Kernel, last: str) -> tuple[Any, dict[str, Any]]:
-    """Triton's compiler from the IR to the stage called ``last``, and what it says of the kernel."""
+def stages(kernel: Kernel, last: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What Triton's compiler makes of the IR, from "ttgir" over "ptx" to the stage called ``last``, and what it says of
+    the kernel."""
     backend = triton.compiler.make_backend(TARGET)
     options = backend.parse_options({"num_warps": kernel.num_warps, "num_stages": kernel.num_stages})
     context = ir.context()
@@ -182,9 +184,10 @@ def _stages(kernel: Kernel, last: str) -> tuple[Any, dict[str, Any]]:
         module = ir.parse_mlir_module(file.name, context)
     module.context = context
     metadata = {"target": TARGET, **vars(options)}
-    stages: dict[str, Any] = {}
-    backend.add_stages(stages, options, Language.GLUON if kernel.is_gluon else Language.TRITON)
-    names = list(stages)
+    passes: dict[str, Any] = {}
+    backend.add_stages(passes, options, Language.GLUON if kernel.is_gluon else Language.TRITON)
+    names = list(passes)
+    made: dict[str, Any] = {}
     for name in names[names.index("ttgir") : names.index(last) + 1]:
-        module = stages[name](module, metadata)
-    return module, metadata
+        module = made[name] = passes[name](module, metadata)
+    return made, metadata

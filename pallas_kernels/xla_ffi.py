@@ -159,12 +159,12 @@ def register(target: str, stages: Mapping[str, Callable[[Call], None]], *, platf
 def _c_handler(run: Callable[[Call], None]) -> Callable[[int], int | None]:
     def handle(address: int) -> int | None:
         frame = _CallFrame.from_address(address)
-        if frame.extension and frame.extension[0].type == METADATA:
-            _describe(_MetadataExtension.from_address(ctypes.addressof(frame.extension[0])).metadata[0])
-            return None
         try:
-            run(Call(frame))
-        except Exception as error:  # it must not pass through C
+            if frame.extension and frame.extension[0].type == METADATA:
+                _describe(_MetadataExtension.from_address(ctypes.addressof(frame.extension[0])).metadata[0])
+            else:
+                run(Call(frame))
+        except BaseException as error:  # nothing may pass through C, an interrupt neither
             return _error(frame, f"{type(error).__name__}: {error}")
         return None
 

@@ -18,7 +18,9 @@ class SwappingRunner(Protocol):
 
     def swap_out(self, block_ids: Sequence[int]) -> SwapHandle: ...
 
-    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int], arriving: Sequence[jax.Array] = ()) -> None: ...
+    def swap_in(
+        self, handle: SwapHandle, block_ids: Sequence[int], arriving: list[jax.Array] | None = None
+    ) -> None: ...
 
 
 class Swaps:

@@ -124,7 +124,8 @@ def _row_sizes(max_num_seqs: int, on_gpu: bool) -> tuple[int, ...]:
     if not on_gpu or max_num_seqs <= 8:
         return doubling(1, max_num_seqs, 4)
     sizes = doubling(8, max_num_seqs)
-    between = {size * 3 // 2 for size in sizes if size >= 128 and size * 3 // 2 < max_num_seqs}
+    # One that saves less than an eighth of the next is not worth its programs.
+    between = {3 * size // 2 for size in sizes if size >= 128 and 12 * size <= 7 * min(2 * size, max_num_seqs)}
     return (1, *sorted({*sizes, *between}))
 
 

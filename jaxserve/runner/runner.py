@@ -169,10 +169,11 @@ class ModelRunner:
         with self._phase("load"):
             if load_format == "dummy":
                 return jax.block_until_ready(random_params(self.model_config, self.plan.dtype, self._mesh))
-            return self._read(directory, zeros(structs), progress)
+            return self._read(directory, structs, progress)
 
-    def _read(self, directory: Path, into: Any, progress: Progress) -> Any:
+    def _read(self, directory: Path, structs: Any, progress: Progress) -> Any:
         checkpoint = Checkpoint(directory, self.plan.dtype)
+        into = zeros(structs)
         layers = self.model_config.num_layers
 
         def layer_done(done: int) -> None:
@@ -276,8 +277,9 @@ class ModelRunner:
         assert self.swapper is not None
         return self.swapper.swap_out(self._cache, block_ids)
 
-    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int], arriving: Sequence[jax.Array] = ()) -> None:
-        """Put them into blocks of these numbers, before any step submitted later; ``arriving`` were fetched."""
+    def swap_in(self, handle: SwapHandle, block_ids: Sequence[int], arriving: list[jax.Array] | None = None) -> None:
+        """Put them into blocks of these numbers, before any step submitted later; ``arriving`` were fetched, and are
+        gone then."""
         assert self.swapper is not None
         self._cache = self.swapper.swap_in(self._cache, handle, block_ids, arriving)
 

@@ -1,4 +1,4 @@
-"""KV blocks to pinned host memory and back, in programs of ``SWAP_BLOCKS`` blocks.
+"""KV blocks to pinned host memory and back, in programs of ``SWAP_BLOCKS`` blocks; back also in larger ones.
 
 A gather collects blocks in arrays on the device, whose way to the host, and later back, is a plain copy beside the
 programs of later steps; a scatter puts them into the cache. Order is kept by the arrays alone: the gather reads the
@@ -124,18 +124,25 @@ class Swapper:
         return there
 
     def swap_in(
-        self, cache: KVCache, handle: SwapHandle, block_ids: Sequence[int], arriving: Sequence[Array] = ()
+        self, cache: KVCache, handle: SwapHandle, block_ids: Sequence[int], arriving: list[Array] | None = None
     ) -> KVCache:
-        """Begins to put blocks into those of these numbers; the cache is donated. What was fetched need not be copied
-        any more."""
+        """Begins to put blocks into those of these numbers; the cache is donated. What was fetched, which this empties,
+        need not be copied any more."""
+        arriving = [] if arriving is None else arriving
+        under_way = 0
         for start, size in _scatters(len(handle) * PIECE):
-            first, last = start // PIECE, (start + size) // PIECE
-            if last > max(IN_FLIGHT, len(arriving)):
+            count = size // PIECE
+            if under_way + count > IN_FLIGHT:
                 jax.block_until_ready(cache)
-            there = arriving[first:last]
-            pieces = [*there, *(jax.device_put(piece, self._on_device) for piece in handle[first + len(there) : last])]
-            pieces += pieces[-1:] * (size // PIECE - len(pieces))  # of which no block goes anywhere
+                under_way = 0
+            under_way += count
+            pieces, arriving[:count] = arriving[:count], []
+            first = start // PIECE
+            left = handle[first + len(pieces) : first + count]
+            pieces += [jax.device_put(piece, self._on_device) for piece in left]
+            pieces += pieces[-1:] * (count - len(pieces))  # of which no block goes anywhere
             cache = self._scatters[size](cache, self._padded(block_ids[start:], size), tuple(pieces))
+            del pieces
         return cache
 
     def warm_up(self, cache: KVCache) -> KVCache:
@@ -144,12 +151,15 @@ class Swapper:
         everything = self.swap_out(cache, [0] * self.num_blocks)
         self.settle()
         del everything
-        for size in 3 * SCATTERS:
+        for _ in range(3):
             start = time.monotonic()
-            handle = self.swap_out(cache, [0] * size)
+            handle = self.swap_out(cache, [0] * SWAP_BLOCKS)
             self.settle()
             cache = jax.block_until_ready(self.swap_in(cache, handle, []))
-            self.seconds_per_program = time.monotonic() - start  # of the smallest, which is the last
+            self.seconds_per_program = time.monotonic() - start
+            large = SCATTERS[0]
+            pieces = (jax.device_put(handle[0], self._on_device),) * (large // PIECE)
+            cache = jax.block_until_ready(self._scatters[large](cache, self._padded([], large), pieces))
         logger.info(
             "swap space for %d blocks; %d of them to the host and back take %.1f ms",
             self.num_blocks,

@@ -49,7 +49,7 @@ def error(got: jax.Array, want: jax.Array) -> float:
     return float(jnp.linalg.norm(got - want) / jnp.linalg.norm(want))
 
 
-@pytest.mark.parametrize("rows", [1, 8, 32, 128])
+@pytest.mark.parametrize("rows", [1, 8, 32, 64])
 def test_a_chain_gives_what_its_kernels_give_one_by_one(rows: int, params: llama.Params, spec: AttentionSpec):
     """Run many times: a kernel that comes too early would show now and then."""
     ids, at = inputs(rows)

@@ -84,6 +84,33 @@ def test_more_blocks_than_may_be_on_their_way_come_back_too(parts, monkeypatch, 
         np.testing.assert_array_equal(np.asarray(array)[ids[::-1]], old[ids])
 
 
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_long_sequence_takes_no_more_memory_than_is_set_aside(parts, fetched):
+    shapes, mesh = parts
+    swapper = Swapper(shapes, mesh, host_bytes(shapes, 13 * SWAP_BLOCKS))
+    cache = filled(shapes, mesh)
+    # As many as fit into the largest program three times, and some: the pieces of the first are to be gone by then.
+    ids = [1 + index % (BLOCKS - 1) for index in range(13 * SWAP_BLOCKS)]
+    handle, arriving = swapper.swap_out(cache, ids), []
+    swapper.settle()
+    while fetched and not swapper.fetch(handle, arriving):
+        pass
+    most = 0
+
+    def watched(program):
+        def run(*arguments):
+            nonlocal most
+            on_device = [a for a in jax.live_arrays() if a.ndim == 6 and a.sharding.memory_kind != "pinned_host"]
+            most = max(most, len(on_device))
+            return program(*arguments)
+
+        return run
+
+    swapper._scatters = {size: watched(program) for size, program in swapper._scatters.items()}
+    swapper.swap_in(cache, handle, ids, arriving)
+    assert 0 < most <= swap.IN_FLIGHT and not arriving
+
+
 def test_what_is_dropped_on_its_way_is_forgotten(parts):
     shapes, mesh = parts
     swapper = Swapper(shapes, mesh, host_bytes(shapes, 3 * SWAP_BLOCKS))
