@@ -17,6 +17,7 @@ import platform
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -122,13 +123,32 @@ def prefill_rate(engine: EngineCore, prompt: int) -> float:
     return count * prompt / seconds
 
 
-def mixed(engine: EngineCore, seed: int = 0) -> dict[str, float]:
+def mixed(engine: EngineCore, seed: int = 0) -> dict[str, Any]:
     """512 requests of log-normal lengths, all there from the start."""
     rng = np.random.default_rng(seed)
     inputs = np.clip(np.exp(rng.normal(5.2, 0.9, 512)), 16, 1024).astype(int)
     outputs = np.clip(np.exp(rng.normal(5.1, 0.8, 512)), 8, 512).astype(int)
     seconds = run(engine, [Lengths(int(i), int(o)) for i, o in zip(inputs, outputs, strict=True)], GREEDY)
-    return {"seconds": seconds, "output_tokens": int(outputs.sum()), "output_tokens_s": outputs.sum() / seconds}
+    rate = float(outputs.sum() / seconds)
+    return {"seconds": seconds, "output_tokens": int(outputs.sum()), "output_tokens_s": rate, "steps": spent(engine)}
+
+
+def spent(engine: EngineCore) -> dict[str, dict[str, float]]:
+    """Of the steps in the event log, by bucket: how many, how long from the end of the one before, how full, and the
+    host's time to schedule and submit one."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(("steps", "seconds", "tokens", "host_ms"), 0))
+    before = None
+    for event in engine.events:
+        step = sums[event.bucket]
+        step["steps"] += 1
+        step["seconds"] += event.collected - (before or event.submitted)
+        step["tokens"] += event.num_tokens
+        step["host_ms"] += 1000 * (event.schedule_seconds + event.submit_seconds)
+        before = event.collected
+    for step in sums.values():
+        step["tokens"] /= step["steps"]
+        step["host_ms"] /= step["steps"]
+    return dict(sums)
 
 
 def run(engine: EngineCore, work: list[Lengths], sampling: dict[str, Any]) -> float:
@@ -191,6 +211,13 @@ def show(result: dict[str, Any], model: str, lengths: Lengths, large: bool) -> N
         print(
             f"512 requests: {rate:.0f} output tokens/s in {seconds:.2f} s" + (f" (vLLM {VLLM_MIXED})" if large else "")
         )
+        print(f"{'of these, steps':>24} {'number':>7} {'seconds':>8} {'ms each':>8} {'tokens':>7} {'host ms':>8}")
+        for bucket, step in sorted(result["mixed"]["steps"].items(), key=lambda item: -item[1]["seconds"]):
+            each = step["seconds"] / step["steps"] * 1000
+            print(
+                f"{bucket:>24} {step['steps']:>7} {step['seconds']:>8.2f} {each:>8.2f} {step['tokens']:>7.0f}"
+                f" {step['host_ms']:>8.2f}"
+            )
 
 
 def machine() -> str:
