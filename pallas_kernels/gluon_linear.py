@@ -11,12 +11,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
-def _ring(
-    STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr
-):  # fmt: skip
+def _ring(STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr):
     """Shared memory for so many tiles."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     return gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
@@ -58,7 +57,7 @@ def linear_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``triton_linear``'s ``linear_kernel``, or its ``gated_linear_kernel``, with the same grid."""
-    _launch_next()
+    gdc_launch_dependents()
     column, split = gl.program_id(0) * BLOCK_N, gl.program_id(1)
     N, K = gl.num_programs(0) * BLOCK_N, blocks * BLOCK_K
     first, last = split * blocks // gl.num_programs(1), (split + 1) * blocks // gl.num_programs(1)
@@ -71,7 +70,7 @@ def linear_kernel(
         if first + s < last:
             _copy_w(w_ring.index(s), w_ptr, first + s, column, N, PARTS)
         async_copy.commit_group()
-    _wait()
+    gdc_wait()
     for s in gl.static_range(STAGES - 1):
         if first + s < last:
             _copy_x(x_ring.index(s), x_ptr, first + s, K, last_row)
@@ -107,15 +106,3 @@ def _store(out_ptr, result, first_row, column, last_row, N):
     offsets = (first_row + row).to(gl.int64)[:, None] * N + column
     offsets += gl.arange(0, result.shape[1], gl.SliceLayout(0, layout))[None, :]
     gl.store(out_ptr + offsets, result, mask=(row <= last_row)[:, None])
-
-
-@gluon.jit
-def _launch_next():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _wait():
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)

@@ -65,7 +65,7 @@ def triton_call(
     returns arrays like ``out_type``, one ShapeDtypeStruct or several. The kernel's parameters are the operands, the
     results, and those given by name."""
     if any(p.name == "CHAINED" for p in kernel.params):
-        parameters["CHAINED"] = _chaining.get()
+        parameters["CHAINED"] = is_chaining()
     if os.environ.get("JAXSERVE_TRITON") == "jax_triton":
         import jax_triton
 
@@ -116,11 +116,7 @@ def _make_ir(
     num_stages: int,
 ) -> str:
     """The module of a kernel with these types and constants of its parameters, as text."""
-    backend = triton.compiler.make_backend(TARGET)
-    options = backend.parse_options({"num_warps": num_warps, "num_stages": num_stages})
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
+    backend, options, context = compiler(num_warps, num_stages)
     places = {p.name: i for i, p in enumerate(kernel.params)}
     signature = {name: dict(types).get(name, "constexpr") for name in places}
     aligned = {(places[name],): [["tt.divisibility", 16]] for name, _ in types}  # XLA's buffers are
@@ -134,10 +130,25 @@ def _make_ir(
     return _with_aliases(module.str_nodebug(), [[n for n, _ in types].index(n) for n in in_place])
 
 
+def compiler(num_warps: int, num_stages: int) -> tuple[Any, Any, Any]:
+    """Triton's compiler, its options, and a context for its IR."""
+    backend = triton.compiler.make_backend(TARGET)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    return backend, backend.parse_options({"num_warps": num_warps, "num_stages": num_stages}), context
+
+
+def find_parameters(module: str) -> re.Match[str]:
+    """Where a module's text declares the kernel's parameters: group 1."""
+    found = re.search(r"tt\.func public @\w+\((.*)\) attributes", module)
+    assert found is not None
+    return found
+
+
 def _with_aliases(module: str, in_place: list[int]) -> str:
     """XLA passes buffers that are changed in place twice, as operands and as results; the kernel needs them once."""
-    header = re.search(r"tt\.func public @\w+\((.*)\) attributes", module)
-    assert header is not None
+    header = find_parameters(module)
     declared = re.findall(r"%\w+: (!tt\.ptr<\w+>(?: \{[^}]*\})?)", header[1])
     again = [f"%again{i}: {declared[i]}" for i in in_place]
     return module[: header.start(1)] + ", ".join([header[1], *again]) + module[header.end(1) :]

@@ -39,8 +39,8 @@ def decode_kernel(
     """Grid (max_items * K,). A sequence's only item gives ``out[S, K, G, D]``; others float32 partial results
     ``[max_items, K, G, D]``, with the log2 of their softmax sums in ``lse[max_items, K, G, COPIES]``. With ``KEEP``,
     what stands in ``out`` where a sequence is empty remains.
-    ``counters[S, K]``, how many items of a sequence are done, are zero before and after. In a chain, tables and items
-    are from before it, and so are all keys and values but each sequence's last."""
+    ``counters[S, K]``, how many items of a sequence are done, are zero before and after. In a chain, items are
+    from before it."""
     item, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     number = tl.load(items_ptr)
     words = items_ptr + (1 + item) * ITEM

@@ -22,10 +22,10 @@ import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import Language
 
-from pallas_kernels import cuda_driver, xla_ffi
+from pallas_kernels import cuda_driver, triton_call, xla_ffi
 from pallas_kernels.cuda_driver import Function, LaunchSequence
 from pallas_kernels.kept import kept
-from pallas_kernels.triton_call import TARGET
+from pallas_kernels.triton_call import TARGET, compiler, find_parameters
 
 TARGET_NAME = "jaxserve_kernels"
 HIDDEN_POINTERS = 2
@@ -152,7 +152,8 @@ def _sequence(key: str, device: int) -> LaunchSequence:
 def compiled(kernel: Kernel) -> Binary:
     """For Hopper; from disk, if an earlier process compiled the same."""
     key = (triton.__version__, TARGET, kernel)
-    content = kept(f"{kernel.name}-cubin", key, [Path(__file__)], lambda: _compile(kernel))
+    sources = [Path(__file__), Path(triton_call.__file__)]
+    content = kept(f"{kernel.name}-cubin", key, sources, lambda: _compile(kernel))
     return Binary(content[4:], int.from_bytes(content[:4], "little"))
 
 
@@ -160,10 +161,8 @@ def _compile(kernel: Kernel) -> bytes:
     """Shared memory in four bytes, then the code."""
     modules, metadata = stages(kernel, "cubin")
     assert metadata["global_scratch_size"] == 0, "no memory is given for it"
-    header = re.search(r"tt\.func public @\w+\((.*?)\) attributes", kernel.ir, re.DOTALL)
-    assert header is not None
     # Were there more, the driver would read beyond those that it is given.
-    pointers = header[1].count("!tt.ptr") + HIDDEN_POINTERS
+    pointers = find_parameters(kernel.ir)[1].count("!tt.ptr") + HIDDEN_POINTERS
     assert len(re.findall(r"\.param \.u64", modules["ptx"])) == pointers, "this Triton has other hidden parameters"
     shared_bytes: int = metadata["shared"]
     code: bytes = modules["cubin"]
@@ -173,11 +172,7 @@ def _compile(kernel: Kernel) -> bytes:
 def stages(kernel: Kernel, last: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """What Triton's compiler makes of the IR, from "ttgir" over "ptx" to the stage called ``last``, and what it says of
     the kernel."""
-    backend = triton.compiler.make_backend(TARGET)
-    options = backend.parse_options({"num_warps": kernel.num_warps, "num_stages": kernel.num_stages})
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
+    backend, options, context = compiler(kernel.num_warps, kernel.num_stages)
     with tempfile.NamedTemporaryFile("w", suffix=".ttir") as file:
         file.write(kernel.ir)
         file.flush()

@@ -130,7 +130,7 @@ class Swapper:
         need not be copied any more."""
         arriving = [] if arriving is None else arriving
         under_way = 0
-        for start, size in _scatters(len(handle) * PIECE):
+        for start, size in _programs(len(handle) * PIECE):
             count = size // PIECE
             if under_way + count > IN_FLIGHT:
                 jax.block_until_ready(cache)
@@ -176,7 +176,7 @@ class Swapper:
         return ids
 
 
-def _scatters(count: int) -> Iterator[tuple[int, int]]:
+def _programs(count: int) -> Iterator[tuple[int, int]]:
     """Where each program's blocks begin, and how many it has, for ``count`` blocks and less than SWAP_BLOCKS beyond."""
     start = 0
     while start < count:
