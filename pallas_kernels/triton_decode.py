@@ -19,7 +19,7 @@ from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_decode_plan import ITEM, launch_plan, plan_kernel
 from pallas_kernels.triton_early import enter
-from pallas_kernels.triton_softmax import LOG2E, accumulate
+from pallas_kernels.triton_softmax import LOG2E, accumulate, accumulate_one
 
 Array = jax.Array
 
@@ -39,32 +39,38 @@ def decode_kernel(
     """Grid (max_items * K,). A sequence's only item gives ``out[S, K, G, D]``; others float32 partial results
     ``[max_items, K, G, D]``, with the log2 of their softmax sums in ``lse[max_items, K, G, COPIES]``. With ``KEEP``,
     what stands in ``out`` where a sequence is empty remains.
-    ``counters[S, K]``, how many items of a sequence are done, are zero before and after. In a chain, items are
-    from before it."""
+    ``counters[S, K]``, how many items of a sequence are done, are zero before and after. In a chain, all is from before
+    it but queries and each sequence's newest key and value; hence the others' copies begin before the wait."""
     item, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     number = tl.load(items_ptr)
     words = items_ptr + (1 + item) * ITEM
     seq, start, end, place = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
     first_place, count, length = tl.load(words + 4), tl.load(words + 5), tl.load(words + 6)
     if item < number:
-        if CHAINED:
-            enter()
         group, dim, tile = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
         rows_seen = (group < GROUPS)[:, None] & (dim < DIM)[None, :]
         in_row = group[:, None] * DIM + dim[None, :]
         row = seq * KV_HEADS + head
-        q = tl.load(q_ptr + row * GROUPS * DIM + in_row, mask=rows_seen, other=0.0)
+        q_ptr += row * GROUPS * DIM
+        if CHAINED:
+            stop = tl.minimum(end, length - 1)
+            q = tl.zeros([ROWS_PAD, DIM_PAD], q_ptr.dtype.element_ty)
+            key = tl.zeros([DIM_PAD], q_ptr.dtype.element_ty)
+            value = tl.zeros([DIM_PAD], q_ptr.dtype.element_ty)
+        else:
+            stop = end
+            q = tl.load(q_ptr + in_row, mask=rows_seen, other=0.0)
         table = tables_ptr + seq.to(tl.int64) * table_width
         # Blocks are looked up a tile ahead, so that the copies of keys and values do not wait for them.
-        next_block = tl.load(table + (start + tile) // BLOCK_SIZE, mask=start + tile < end, other=0)
+        next_block = tl.load(table + (start + tile) // BLOCK_SIZE, mask=start + tile < stop, other=0)
         peak = tl.full([ROWS_PAD], float("-inf"), tl.float32)
         total = tl.zeros([ROWS_PAD], tl.float32)
         acc = tl.zeros([ROWS_PAD, DIM_PAD], tl.float32)
-        for at in range(start, end, TILE):
+        for at in range(start, tl.maximum(stop, start + 1), TILE):
             position, block = at + tile, next_block
             ahead = position + TILE
-            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
-            seen = position < end
+            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
+            seen = position < stop
             if WINDOW > 0:
                 seen &= position >= length - WINDOW
             offsets = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head
@@ -73,11 +79,26 @@ def decode_kernel(
             # Zeros beyond the sequence: what stands there may be a broken request's NaN.
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
+            if CHAINED:
+                if at == start:  # within the loop: the copies of the first keys and values are under way then
+                    enter()
+                    q = tl.load(q_ptr + in_row, mask=rows_seen, other=0.0)
+                    last, has_newest = length - 1, (dim < DIM) & (end == length) & (length > 0)
+                    newest = tl.load(table + last // BLOCK_SIZE, mask=length > 0, other=0).to(tl.int64) * BLOCK_SIZE
+                    newest = ((newest + last % BLOCK_SIZE) * KV_HEADS + head) * DIM + dim
+                    key = tl.load(k_ptr + newest, mask=has_newest, other=0.0).to(q.dtype)
+                    value = tl.load(v_ptr + newest, mask=has_newest, other=0.0).to(q.dtype)
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * SCALE
             if SCALED:
                 scores *= tl.load(k_scale_ptr + head)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             acc, peak, total = accumulate(scores, v.to(q.dtype), acc, peak, total, PRECISION)
+        if CHAINED:
+            if (end == length) & (length > 0):
+                score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
+                if SCALED:
+                    score *= tl.load(k_scale_ptr + head)
+                acc, peak, total = accumulate_one(score, value, acc, peak, total)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SCALED:
             acc *= tl.load(v_scale_ptr + head)

@@ -255,6 +255,11 @@ def parameters_used(text: str, known: dict[str, set[int]]) -> tuple[set[int], se
     return reads, writes
 
 
+WRITTEN_ELSEWHERE = {"decode_kernel": {1, 2}}
+"""Parameters through which a kernel reads early what other kernels leave as it is: the keys and values of all but the
+newest token (test_in_a_chain_the_newest_key_is_read_after_the_wait)."""
+
+
 @pytest.mark.parametrize("rows", [1, 32, 64])
 def test_kernels_of_a_decode_step_touch_nothing_too_early(rows: int):
     """In PTX: a program lets the next kernel come, reads nothing that a kernel of the chain writes, and writes nothing,
@@ -275,7 +280,8 @@ def test_kernels_of_a_decode_step_touch_nothing_too_early(rows: int):
         written |= {launch.places[n] for launch in chain.launches if launch.kernel == kernel for n in writes}
     assert {kernel.name for kernel in kernels if early[kernel]} == {kernel.name for kernel in kernels}
     for launch in chain.launches:
-        assert not {launch.places[n] for n in early[launch.kernel]} & written, launch.kernel.name
+        unchanged = WRITTEN_ELSEWHERE.get(launch.kernel.name, set())
+        assert not {launch.places[n] for n in early[launch.kernel] - unchanged} & written, launch.kernel.name
 
 
 def test_a_binary_is_compiled_once_a_machine(cache, monkeypatch: pytest.MonkeyPatch):
