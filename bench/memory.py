@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from bench.offline import GREEDY, Lengths, machine, model_directory, report, run
+from jaxserve import collector
 from jaxserve.config import EngineConfig
 from jaxserve.engine.admission import make_requests
 from jaxserve.engine.core import EngineCore
@@ -52,6 +53,7 @@ def main() -> None:
         )
         backend.configure(config)
         engine = EngineCore.load(config, directory, report)
+        collector.freeze()  # as the server's engine process does
         print(f"{machine()}\n{' '.join(sys.argv)}")
         show_shared_prompt(engine, arguments.requests, arguments.system_prompt or (2048 if large else 1024))
         show_swap(engine, lengths)

@@ -31,6 +31,7 @@ import jax
 import numpy as np
 
 from bench.shapes import LLAMA_8B_CONFIG
+from jaxserve import collector
 from jaxserve.config import EngineConfig
 from jaxserve.demo import demo_model_directory
 from jaxserve.engine.admission import make_requests
@@ -79,6 +80,7 @@ def main() -> None:
         backend.configure(config)
         start = time.monotonic()
         engine = EngineCore.load(config, directory, report)
+        collector.freeze()  # as the server's engine process does
         result: dict[str, Any] = {"machine": machine(), "command": " ".join(sys.argv)}
         result["startup_seconds"] = {**engine.runner.startup_seconds, "total": time.monotonic() - start}
         result["rows"] = [measure(engine, batch, lengths) for batch in batches]

@@ -79,21 +79,19 @@ def decode_kernel(
             # Zeros beyond the sequence: what stands there may be a broken request's NaN.
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
-            if CHAINED:
+            if CHAINED:  # noqa: SIM102 (what is constant is an if of its own)
                 if at == start:  # within the loop: the copies of the first keys and values are under way then
                     enter()
                     q = tl.load(q_ptr + in_row, mask=rows_seen, other=0.0)
-                    last, has_newest = length - 1, (dim < DIM) & (end == length) & (length > 0)
-                    newest = tl.load(table + last // BLOCK_SIZE, mask=length > 0, other=0).to(tl.int64) * BLOCK_SIZE
-                    newest = ((newest + last % BLOCK_SIZE) * KV_HEADS + head) * DIM + dim
-                    key = tl.load(k_ptr + newest, mask=has_newest, other=0.0).to(q.dtype)
-                    value = tl.load(v_ptr + newest, mask=has_newest, other=0.0).to(q.dtype)
+                    key, value = _load_newest(
+                        k_ptr, v_ptr, table, end == length, length, head, q.dtype, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE
+                    )
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * SCALE
             if SCALED:
                 scores *= tl.load(k_scale_ptr + head)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             acc, peak, total = accumulate(scores, v.to(q.dtype), acc, peak, total, PRECISION)
-        if CHAINED:
+        if CHAINED:  # noqa: SIM102
             if (end == length) & (length > 0):
                 score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
                 if SCALED:
@@ -102,23 +100,52 @@ def decode_kernel(
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SCALED:
             acc *= tl.load(v_scale_ptr + head)
-        out = out_ptr + row * GROUPS * DIM
-        if count == 1:
-            if KEEP:
-                rows_seen &= length > 0
-            tl.store(out + in_row, acc.to(out_ptr.dtype.element_ty), mask=rows_seen)
-        else:
-            part = (place * KV_HEADS + head) * GROUPS
-            tl.store(partial_ptr + part * DIM + in_row, acc, mask=rows_seen)
-            copies = (part + group)[:, None] * COPIES + tl.arange(0, COPIES)[None, :]
-            tl.store(lse_ptr + copies, (peak + tl.log2(total))[:, None], mask=(group < GROUPS)[:, None])
-            tl.debug_barrier()  # all threads have stored before one of them says so
-            if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == count - 1:
-                tl.store(counters_ptr + row, 0)
-                _combine(
-                    partial_ptr, lse_ptr, out, first_place * KV_HEADS + head, count,
-                    KV_HEADS, GROUPS, GROUPS_PAD, DIM, DIM_PAD, PARTS,
-                )  # fmt: skip
+        if KEEP:
+            rows_seen &= (count > 1) | (length > 0)
+        _store(
+            acc, peak, total, rows_seen, row, head, place, first_place, count,
+            counters_ptr, out_ptr, partial_ptr, lse_ptr, KV_HEADS, GROUPS, GROUPS_PAD, ROWS_PAD, DIM, DIM_PAD, PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _load_newest(
+    k_ptr, v_ptr, table, wanted, length, head, dtype,
+    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The key and the value of a sequence's last token, if there is one and they are wanted."""
+    dim, last = tl.arange(0, DIM_PAD), length - 1
+    block = tl.load(table + last // BLOCK_SIZE, mask=length > 0, other=0).to(tl.int64)
+    place = ((block * BLOCK_SIZE + last % BLOCK_SIZE) * KV_HEADS + head) * DIM + dim
+    there = (dim < DIM) & wanted & (length > 0)
+    key, value = tl.load(k_ptr + place, mask=there, other=0.0), tl.load(v_ptr + place, mask=there, other=0.0)
+    return key.to(dtype), value.to(dtype)
+
+
+@triton.jit
+def _store(
+    result, peak, total, rows_seen, row, head, place, first_place, count, counters_ptr, out_ptr, partial_ptr, lse_ptr,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PAD: tl.constexpr, ROWS_PAD: tl.constexpr, DIM: tl.constexpr,
+    DIM_PAD: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Where an item's result goes; the last item of several combines them."""
+    group, dim = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD)
+    in_row = group[:, None] * DIM + dim[None, :]
+    out = out_ptr + row * GROUPS * DIM
+    if count == 1:
+        tl.store(out + in_row, result.to(out_ptr.dtype.element_ty), mask=rows_seen)
+    else:
+        part = (place * KV_HEADS + head) * GROUPS
+        tl.store(partial_ptr + part * DIM + in_row, result, mask=rows_seen)
+        copies = (part + group)[:, None] * COPIES + tl.arange(0, COPIES)[None, :]
+        tl.store(lse_ptr + copies, (peak + tl.log2(total))[:, None], mask=(group < GROUPS)[:, None])
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        if tl.atomic_add(counters_ptr + row, 1, sem="acq_rel") == count - 1:
+            tl.store(counters_ptr + row, 0)
+            _combine(
+                partial_ptr, lse_ptr, out, first_place * KV_HEADS + head, count,
+                KV_HEADS, GROUPS, GROUPS_PAD, DIM, DIM_PAD, PARTS,
+            )  # fmt: skip
 
 
 @triton.jit

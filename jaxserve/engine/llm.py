@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from jaxserve import collector
 from jaxserve.config import EngineConfig
 from jaxserve.demo import demo_model_directory
 from jaxserve.engine.admission import make_requests
@@ -203,7 +204,7 @@ class LLM:
         for request in requests:
             self.engine.add_request(request)
         try:
-            with _interrupts_between_steps() as check:
+            with collector.only_young(), _interrupts_between_steps() as check:
                 while go_on():
                     for _, output in self.engine.step():
                         take(output)

@@ -6,7 +6,6 @@ dies with its parent, and holds the write end of a pipe, so that whoever reads t
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from jaxserve import lifeline, logs
+from jaxserve import collector, lifeline, logs
 from jaxserve.config import EngineConfig
 from jaxserve.engine import events
 from jaxserve.engine.core import ClientOutput, EngineCore
@@ -212,9 +211,7 @@ def main() -> int:
         logger.error("the engine could not start: %s: %s", type(error).__name__, str(error).splitlines()[:1])
         logger.debug("here is where", exc_info=True)
         return EXIT_STARTUP_FAILED
-    # What was made so far lives as long as the process: the collector need not look at it again and again.
-    gc.collect()
-    gc.freeze()
+    collector.freeze()
     logger.info("ready: %s", describe(core))
     return run(core, socket, not task.config.disable_log_stats)
 

@@ -6,7 +6,6 @@ It reads a ``Startup`` as JSON from stdin, serves until SIGTERM or its parent's 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import signal
 import socket
@@ -18,7 +17,7 @@ from pathlib import Path
 import msgspec
 import uvicorn
 
-from jaxserve import logs
+from jaxserve import collector, logs
 from jaxserve.config import ServerConfig
 from jaxserve.engine.client import EngineClient, EngineUnavailableError
 from jaxserve.engine.defaults import sampling_defaults
@@ -145,9 +144,7 @@ def main() -> int:
     except ValueError as error:
         logger.error("%s", error)
         return 1
-    # What was made so far lives as long as the process: the collector need not look at it again and again.
-    gc.collect()
-    gc.freeze()
+    collector.freeze()
     listener = socket.socket(fileno=startup.listen_fd)
     asyncio.run(server.serve(sockets=[listener]), loop_factory=server.config.get_loop_factory())
     return 0 if server.started else 1
