@@ -1,4 +1,4 @@
-"""What a request's options make of the model's logits before the sampler sees them: penalties and masks."""
+"""What a request's options make of the model's logits before the sampler sees them: penalties, masks and biases."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.sampling import log_normalizers
+from pallas_kernels.sampling import SamplingRows, log_normalizers
 
 Array = jax.Array
 
@@ -23,9 +23,16 @@ class Penalties(NamedTuple):
     repetition: Array  # float32 [R]; divides or multiplies logits of generated and prompt tokens; 1 does nothing
 
 
+class Edits(NamedTuple):
+    """What is added to single logits of R rows."""
+
+    ids: Array  # int32 [R, E]; V and more: none
+    values: Array  # float32 [R, E]
+
+
 def adjust_logits(
-    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array
-) -> tuple[Array, Array]:
+    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, edits: Edits, _: SamplingRows
+) -> tuple[Array, Array, tuple[Array, ...]]:
     counts = seen[slots].astype(jnp.int32)
     generated = counts & SEEN_MAX
     repetition = jnp.where(counts != 0, penalties.repetition[:, None], 1.0)
@@ -34,4 +41,6 @@ def adjust_logits(
     adjusted -= jnp.where(generated > 0, penalties.presence[:, None], 0.0)
     ids = jnp.arange(logits.shape[1])
     bits = (allowed[:, ids // 32] >> (ids % 32)) & 1
-    return jnp.where(bits == 1, adjusted, -jnp.inf), log_normalizers(logits)
+    adjusted = jnp.where(bits == 1, adjusted, -jnp.inf)
+    adjusted = adjusted.at[jnp.arange(len(slots))[:, None], edits.ids].add(edits.values, mode="drop")
+    return adjusted, log_normalizers(logits), ()

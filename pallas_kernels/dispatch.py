@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.adjust import Penalties
+from pallas_kernels.adjust import Edits, Penalties
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.sampling import SamplingRows
 
@@ -235,10 +235,19 @@ def prefill_attention(
 
 
 def adjust_logits(
-    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, *, backend: str
-) -> tuple[Array, Array]:
-    """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed; and the logarithm of each row's sum of
-    exponentials before that, float32 ``[R]``, NaN where a logit is not finite.
+    logits: Array,
+    seen: Array,
+    slots: Array,
+    penalties: Penalties,
+    allowed: Array,
+    edits: Edits,
+    rows: SamplingRows,
+    *,
+    backend: str,
+) -> tuple[Array, Array, tuple[Array, ...]]:
+    """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed, plus edits; the logarithm of each row's
+    sum of exponentials before that, float32 ``[R]``, NaN where a logit is not finite; and what ``sample`` of the
+    result, for the same ``rows``, need not find out again (its ``stats``).
 
     ``seen[S, V]``, int16, says of each slot how often a token was generated, and by its sign whether the prompt has
     it; ``slots[R]`` are the rows' own. ``allowed[R, ceil(V / 32)]`` holds a bit a token, id i in bit i % 32 of word
@@ -246,13 +255,16 @@ def adjust_logits(
     Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
     """
     run = _implementation("adjust_logits", backend)
-    result: tuple[Array, Array] = run(logits, seen, slots, penalties, allowed)
+    result: tuple[Array, Array, tuple[Array, ...]] = run(logits, seen, slots, penalties, allowed, edits, rows)
     return result
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array, *, backend: str) -> tuple[Array, Array]:
+def sample(
+    logits: Array, rows: SamplingRows, positions: Array, *, backend: str, stats: tuple[Array, ...] = ()
+) -> tuple[Array, Array]:
     """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
     exponentials, float32 ``[R]``, NaN where a logit is not finite; ``positions[R]`` is where the token will stand.
-    Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding."""
-    result: tuple[Array, Array] = _implementation("sample", backend)(logits, rows, positions)
+    Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding. With ``stats`` of
+    ``adjust_logits`` the logarithms are nobody's."""
+    result: tuple[Array, Array] = _implementation("sample", backend)(logits, rows, positions, stats)
     return result

@@ -28,13 +28,13 @@ class SamplingRows(NamedTuple):
     choices: Array  # int32 [R]
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array) -> tuple[Array, Array]:
+def sample(logits: Array, rows: SamplingRows, positions: Array, stats: tuple[Array, ...] = ()) -> tuple[Array, Array]:
     """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
     exponentials, float32 ``[R]``, NaN where a logit is not finite. ``positions[R]`` is where the token will stand.
 
     Temperature, then min-p, top-k and top-p (over what top-k kept), then Gumbel-max: adding Gumbel noise and taking
     the largest samples the softmax exactly (Maddison et al., arXiv:1411.0030). The noise is Philox's, so the choice
-    depends on the row's own logits, seed, choice index and position alone.
+    depends on the row's own logits, seed, choice index and position alone. (``stats`` are for other implementations.)
     """
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     is_random = rows.temperature > 0

@@ -1,29 +1,39 @@
-"""Penalties and masks in Triton: one pass, which also sums the exponentials of what the model gave."""
+"""Penalties, masks and biases in Triton: one pass, which also sums the exponentials of what the model gave, and says of
+the result what the sampler's first kernel would."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels.adjust import SEEN_MAX, Penalties
-from pallas_kernels.triton_call import triton_call
-from pallas_kernels.triton_sampling_kernels import exponentials
+from pallas_kernels.adjust import SEEN_MAX, Edits, Penalties
+from pallas_kernels.sampling import SamplingRows
+from pallas_kernels.triton_sampling import SamplingPlan, plan_sampling, run_kernel
+from pallas_kernels.triton_sampling_kernels import exponentials, summarize
 
 Array = jax.Array
 
 COUNT_BITS = tl.constexpr(SEEN_MAX)
-CHUNK = 4096
+EDITS = tl.constexpr(256)
+"""That a program looks at together."""
 
 
 @triton.jit
 def adjust_kernel(
-    logits_ptr, seen_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr, allowed_ptr, out_ptr, sums_ptr,
-    VOCAB: tl.constexpr, WORDS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits_ptr, seen_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr, allowed_ptr, edit_ids_ptr,
+    edit_values_ptr, edited_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
+    out_ptr, sums_ptr, stats_ptr, best_ptr, sample_ptr,
+    WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, chunks): ``out[R, VOCAB]``, and ``sums[R, 2, chunks]``, each chunk's largest logit and sum of
-    exponentials relative to it. ``allowed`` are WORDS words of bits a row."""
+    """Grid (R, chunks): ``out[R, VOCAB]``; ``sums[R, 2, chunks]``, each chunk's largest logit and sum of exponentials
+    relative to it; and what ``summarize`` says of the result. ``allowed`` are WORDS words of bits a row;
+    ``edited[R, EDIT_BLOCKS]`` says which blocks of EDITS have any."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
@@ -42,22 +52,52 @@ def adjust_kernel(
         x -= tl.where(generated > 0, presence, 0.0)
     words = tl.load(allowed_ptr + row * WORDS + ids // 32, mask=inside, other=0)
     x = tl.where((words >> (ids % 32)) & 1 == 1, x, float("-inf"))
-    tl.store(out_ptr + row * VOCAB + ids, x, mask=inside)
+    row_ptr = out_ptr + row * VOCAB
+    tl.store(row_ptr + ids, x, mask=inside)
+    tl.debug_barrier()  # other threads of the program read it, and edit it
+    changed = tl.full([], 0, tl.int32)
+    for block in range(EDIT_BLOCKS):
+        place = row * EDIT_BLOCKS + block
+        if tl.load(edited_ptr + place) != 0:
+            edit = place * EDITS + tl.arange(0, EDITS)
+            edited = tl.load(edit_ids_ptr + edit)
+            mine = (edited >= chunk * CHUNK) & (edited < tl.minimum((chunk + 1) * CHUNK, VOCAB))
+            tl.atomic_add(row_ptr + edited, tl.load(edit_values_ptr + edit, mask=mine), mask=mine, sem="relaxed")
+            changed |= tl.max(mine.to(tl.int32), 0)
+    if changed != 0:
+        tl.debug_barrier()
+        x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
+    summarize(
+        x, ids, row, chunk, row_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
+        False, VOCAB, CHUNK, CHUNKS, STRIDE, SAMPLE,
+    )  # fmt: skip
+
+
+def run_adjust(
+    call: Callable[..., Any], plan: SamplingPlan, logits: Any, operands: tuple[Any, ...], edits: Edits,
+    rows: SamplingRows,
+) -> tuple[Any, ...]:  # fmt: skip
+    """``out``, ``sums``, and the sampler's ``stats``; ``operands`` are those of the kernel between logits and edits."""
+    parameters, out = plan.stats
+    missing = -edits.ids.shape[1] % EDITS.value
+    ids = jnp.pad(edits.ids, ((0, 0), (0, missing)), constant_values=plan.vocab)
+    values = jnp.pad(edits.values, ((0, 0), (0, missing)))
+    edited = (ids.reshape(plan.rows, -1, EDITS.value) < plan.vocab).any(-1).astype(jnp.int32)
+    floats = [(jnp.float32, logits.shape), (jnp.float32, (plan.rows, 2, plan.chunks))]
+    results: tuple[Any, ...] = call(
+        adjust_kernel, (plan.rows, plan.chunks),
+        (logits, *operands, ids, values, edited, rows.temperature, rows.top_p, rows.top_k), floats + out,
+        WORDS=operands[-1].shape[1], EDIT_BLOCKS=edited.shape[1], **parameters,
+    )  # fmt: skip
+    return results
 
 
 def adjust_logits(
-    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array
-) -> tuple[Array, Array]:
-    rows, vocab = logits.shape
-    chunks = triton.cdiv(vocab, CHUNK)
-    shapes = (logits.shape, (rows, 2, chunks))
-    adjusted, sums = triton_call(
-        logits, seen, slots, *penalties, allowed,
-        kernel=adjust_kernel, grid=(rows, chunks), num_warps=8,
-        out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes],
-        VOCAB=vocab, WORDS=allowed.shape[1], CHUNK=CHUNK, CHUNKS=chunks,
-    )  # fmt: skip
-    return adjusted, normalizers_of(sums)
+    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, edits: Edits, rows: SamplingRows
+) -> tuple[Array, Array, tuple[Array, ...]]:
+    operands = (seen, slots, *penalties, allowed)
+    adjusted, sums, *stats = run_adjust(run_kernel, plan_sampling(*logits.shape), logits, operands, edits, rows)
+    return adjusted, normalizers_of(sums), tuple(stats)
 
 
 def normalizers_of(sums: Array) -> Array:

@@ -2,14 +2,15 @@
 
 Logits are read in chunks of a fixed size, a program each, so that a row's bits do not depend on the batch. The kernels:
 
-- ``stats``: of each chunk the largest logit and the sums of exponentials, and a sample of one token in thirty.
+- ``stats``: of each chunk the largest logit and the sums of exponentials, and a sample of one token in thirty. Where
+  logits are adjusted before (``triton_adjust``), the kernel that does so says this, too.
 - ``pivot``, a program a row: from the sample, two logits that the cut lies between (top-k's, or top-p's where there is
   no top-k), almost surely.
 - ``draw``: the likely winners of those above both, which are kept for sure; a list of those between; and exact sums,
   which tell whether the cut is where the sample has it.
 - ``resolve``, a program a row: the best noisy token of the winners and, by the exact cuts, of the list. Where the
   sample was wrong or the list overflows (thousands of equal logits at the cut, or top-p after a top-k of thousands) it
-  takes the whole row: slow, but as exact.
+  takes the whole row: slow, but as exact. Where a winner beats all that are listed, the exact cut does not matter.
 
 The kept set, the noise and the ties are those of ``sampling``, the reference.
 """
@@ -41,66 +42,79 @@ class SamplingPlan:
 
     rows: int
     vocab: int
-    chunk: int = 2048
+    chunk: int = 1024
     stride: int = 32
-    """Of so many logits one is in the sample."""
+    """Of so many logits one is in the sample; a power of two, at most ``chunk``."""
     listed: int = 3072
     """So many tokens are rather listed than bounded from above."""
-    segment: int = 1024
+    segment: int = 512
     """What a chunk's list takes."""
     capacity: int = 16384
     """What a row's list takes."""
     tile: int = 1024
     """Of a row's list, read in one go."""
+    chunk_warps: int = 2
+    """Of a chunk's program: few, since its steps wait for each other, so that more programs run at a time."""
 
     @property
     def chunks(self) -> int:
         return triton.cdiv(self.vocab, self.chunk)
 
+    @property
+    def stats(self) -> tuple[dict[str, int], list[tuple[Any, tuple[int, ...]]]]:
+        """Parameters of kernels that ``summarize`` chunks, and what these write."""
+        sample = self.vocab // self.stride
+        parameters = dict(
+            CHUNK=self.chunk, CHUNKS=self.chunks, VOCAB=self.vocab, STRIDE=self.stride, SAMPLE=sample,
+            num_warps=self.chunk_warps,
+        )  # fmt: skip
+        floats, ids = jnp.float32, jnp.int32
+        by_chunk = (self.rows, self.chunks)
+        return parameters, [(floats, (self.rows, 3, self.chunks)), (ids, by_chunk), (floats, (self.rows, sample))]
+
 
 def plan_sampling(rows: int, vocab: int) -> SamplingPlan:
-    return SamplingPlan(rows, vocab, stride=triton.cdiv(vocab, MAX_SAMPLE))
+    return SamplingPlan(rows, vocab, stride=triton.next_power_of_2(triton.cdiv(vocab, MAX_SAMPLE)))
 
 
 def run_kernels(
-    call: Callable[..., Any], plan: SamplingPlan, logits: Any, rows: SamplingRows, positions: Any
+    call: Callable[..., Any], plan: SamplingPlan, logits: Any, rows: SamplingRows, positions: Any, stats: Any = ()
 ) -> tuple[Any, Any]:
-    """The kernels in order. ``call(kernel, grid, operands, out, **parameters)`` runs one and returns its results, which
-    ``out`` describes: a dtype and a shape each."""
+    """The kernels in order, but the first where it is known what it says (``stats``). ``call(kernel, grid, operands,
+    out, **parameters)`` runs one and returns its results, which ``out`` describes: a dtype and a shape each."""
     count, chunks, sample = plan.rows, plan.chunks, plan.vocab // plan.stride
     cuts = (rows.temperature, rows.top_p, rows.top_k)
     noise = (rows.seeds, rows.choices, positions)
     floats, ids = jnp.float32, jnp.int32
     shared = dict(VOCAB=plan.vocab, CHUNKS=chunks)
     padded = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), **shared)
-    # Few warps to a chunk's program, whose steps wait for each other: more programs run at a time.
-    of_chunk, of_row = dict(CHUNK=plan.chunk, num_warps=4), dict(num_warps=8, **padded)
-    stats, argmax, sampled = call(
-        stats_kernel, (count, chunks), (logits, *cuts),
-        [(floats, (count, 3, chunks)), (ids, (count, chunks)), (floats, (count, sample))],
-        STRIDE=plan.stride, SAMPLE=sample, TAKEN=triton.next_power_of_2(triton.cdiv(sample, chunks)),
-        **of_chunk, **shared,
-    )  # fmt: skip
+    if not stats:
+        parameters, out = plan.stats
+        stats = call(stats_kernel, (count, chunks), (logits, *cuts), out, **parameters)
+    stats, argmax, sampled = stats
     [bounds] = call(
         pivot_kernel, (count,), (*cuts, rows.min_p, stats, sampled), [(floats, (count, 4))],
-        SAMPLE=sample, SAMPLE_PAD=triton.next_power_of_2(sample), LISTED=plan.listed, **of_row,
+        SAMPLE=sample, SAMPLE_PAD=triton.next_power_of_2(sample), LISTED=plan.listed,
+        num_warps=8, **padded,
     )  # fmt: skip
     drawn = call(
         draw_kernel, (count, chunks), (logits, *cuts, *noise, stats, bounds),
         [*[(floats, (count, 2, chunks))] * 2, *[(ids, (count, chunks))] * 2, (ids, (count, chunks, plan.segment))],
-        SEGMENT=plan.segment, **of_chunk, **shared,
+        SEGMENT=plan.segment, CHUNK=plan.chunk, num_warps=plan.chunk_warps, **shared,
     )  # fmt: skip
     tokens, normalizers, *_ = call(
         resolve_kernel, (count,), (logits, *cuts, *noise, stats, argmax, bounds, *drawn),
         [(ids, (count,)), (floats, (count,)), (floats, (count, plan.capacity)), (ids, (count, plan.capacity))],
-        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, **of_row,
+        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile,
+        num_warps=8, **padded,
     )  # fmt: skip
     return tokens, normalizers
 
 
-def sample(logits: Array, rows: SamplingRows, positions: Array) -> tuple[Array, Array]:
-    def call(kernel: Any, grid: Any, operands: Any, out: Any, **parameters: Any) -> Any:
-        types = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in out]
-        return triton_call(*operands, kernel=kernel, grid=grid, out_type=types, **parameters)
+def run_kernel(kernel: Any, grid: Any, operands: Any, out: Any, **parameters: Any) -> Any:
+    types = [jax.ShapeDtypeStruct(shape, dtype) for dtype, shape in out]
+    return triton_call(*operands, kernel=kernel, grid=grid, out_type=types, **parameters)
 
-    return run_kernels(call, plan_sampling(*logits.shape), logits, rows, positions)
+
+def sample(logits: Array, rows: SamplingRows, positions: Array, stats: tuple[Array, ...] = ()) -> tuple[Array, Array]:
+    return run_kernels(run_kernel, plan_sampling(*logits.shape), logits, rows, positions, stats)

@@ -88,36 +88,48 @@ def exponentials(x, ids, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def stats_kernel(
-    logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
-    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    STRIDE: tl.constexpr, SAMPLE: tl.constexpr, TAKEN: tl.constexpr,
+def summarize(
+    x, ids, row, chunk, row_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
+    NORMALIZE: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, chunks). ``stats[R, 3, chunks]``: the largest logit; the sum of exponentials relative to it, NaN where a
-    logit is not finite; and, for top-p alone, that of the weights, which are exponentials over temperature.
-    ``best[R, chunks]``: the lowest id of the largest. ``sample[R, SAMPLE]``: of each STRIDE logits one, where the row
-    has a cut; a program takes TAKEN."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    ids = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = ids < VOCAB
-    row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
-    x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
-    peak, total = exponentials(x, ids, VOCAB)
-    best = tl.min(tl.where(inside & (x == peak), ids, VOCAB), 0)
-    place = row * CHUNKS + chunk
+    """Of a chunk, which is in ``x`` and behind ``row_ptr``: ``stats[R, 3, chunks]``, the largest logit; unless nobody
+    asks, the sum of exponentials relative to it, NaN where a logit is not finite; and, for top-p alone, that of the
+    weights, which are exponentials over temperature. ``best[R, chunks]``: the lowest id of the largest.
+    ``sample[R, SAMPLE]``: of each STRIDE logits one, where the row has a cut."""
     at = stats_ptr + row * 3 * CHUNKS + chunk
+    if NORMALIZE:
+        peak, total = exponentials(x, ids, VOCAB)
+        tl.store(at + CHUNKS, total)
+    else:
+        peak = tl.max(x, 0)
     tl.store(at, peak)
-    tl.store(at + CHUNKS, total)
-    tl.store(best_ptr + place, best)
+    tl.store(best_ptr + row * CHUNKS + chunk, tl.min(tl.where((ids < VOCAB) & (x == peak), ids, VOCAB), 0))
     temperature = tl.load(temperature_ptr + row)
     _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
     if (temperature > 0.0) & (cut_p | cut_k):
         if cut_k == 0:
             tl.store(at + 2 * CHUNKS, tl.sum(exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
-        index = chunk * TAKEN + tl.arange(0, TAKEN)
+        index = chunk * (CHUNK // STRIDE) + tl.arange(0, CHUNK // STRIDE)
         # Not always the first: a vocabulary may have an order.
         taken = tl.load(row_ptr + index * STRIDE + index * 11 % STRIDE, mask=index < SAMPLE, other=float("-inf"))
         tl.store(sample_ptr + row * SAMPLE + index, taken, mask=index < SAMPLE)
+
+
+@triton.jit
+def stats_kernel(
+    logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
+):  # fmt: skip
+    """Grid (R, chunks): what ``summarize`` says of each chunk."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
+    x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
+    summarize(
+        x, ids, row, chunk, row_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
+        True, VOCAB, CHUNK, CHUNKS, STRIDE, SAMPLE,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -179,9 +179,10 @@ def _keys_kept(
 @triton.jit
 def _draw_kept(
     tokens_ptr, ids_ptr, listed, total, floor, k_threshold, k_room, p_threshold, p_room,
-    seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, score, best, VOCAB: tl.constexpr, TILE: tl.constexpr,
+    seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The best noisy token of those kept, and of the one that is given."""
+    """The best noisy token of those kept: its score and its id."""
+    score, best = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
     k_ties, p_ties = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for at in range(0, total, TILE):
         x, keys = _load(tokens_ptr, at, total, floor, TILE)
@@ -287,28 +288,21 @@ def resolve_kernel(
                 high = tl.minimum(peak, sure)
             else:
                 source_ptr, total, low, score = row_ptr, VOCAB, floor, float("-inf")
-            k_threshold, k_room, p_threshold, p_room = _keys_kept(
-                source_ptr, total, floor, low, high, wanted, top_p, cut_p, cut_k, peak, scale, TILE
-            )
-            score, best = _draw_kept(
-                source_ptr,
-                row_ids_ptr,
-                listed,
-                total,
-                floor,
-                k_threshold,
-                k_room,
-                p_threshold,
-                p_room,
-                seeds_ptr,
-                positions_ptr,
-                choices_ptr,
-                row,
-                peak,
-                scale,
-                score,
-                best,
-                VOCAB,
-                TILE,
-            )
+            # At first as if all of the list were kept: where one that is kept for sure beats them, nobody need know
+            # which are.
+            p_threshold, p_room = k_threshold, k_room
+            rival, whose = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
+            exact, done = score == float("-inf"), False
+            while not done:
+                if exact:
+                    k_threshold, k_room, p_threshold, p_room = _keys_kept(
+                        source_ptr, total, floor, low, high, wanted, top_p, cut_p, cut_k, peak, scale, TILE
+                    )
+                rival, whose = _draw_kept(
+                    source_ptr, row_ids_ptr, listed, total, floor, k_threshold, k_room, p_threshold, p_room,
+                    seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB, TILE,
+                )  # fmt: skip
+                done = exact | (score > rival)
+                exact = True
+            best = tl.where((rival > score) | ((rival == score) & (whose < best)), whose, best)
     tl.store(out_ptr + row, tl.minimum(best, VOCAB - 1))  # an id, whatever became of the logits

@@ -24,7 +24,8 @@ from jaxserve.request import (
     SamplingParams,
 )
 from jaxserve.scheduling.schedule import RowOptions
-from pallas_kernels.adjust import SEEN_MAX, Penalties
+from pallas_kernels.adjust import SEEN_MAX, Edits, Penalties
+from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
 
@@ -152,11 +153,18 @@ def load_row(state: OptionsState, packed: Array) -> OptionsState:
 
 
 def adjust(
-    state: OptionsState, logits: Array, rows: Array, active: Array, mask: Array, *, backend: str
-) -> tuple[Array, Array]:
-    """Inside a program: what the options of ``rows`` (slots, sequence lengths) make of ``logits[R, V]``, and the
-    logarithms of the sums of exponentials before that, NaN where a logit is not finite. Rows that are not ``active``
-    have no options; ``mask[R, ceil(V / 32)]``, a bit a token, is for all.
+    state: OptionsState,
+    logits: Array,
+    rows: Array,
+    active: Array,
+    mask: Array,
+    sampling: SamplingRows,
+    *,
+    backend: str,
+) -> tuple[Array, Array, tuple[Array, ...]]:
+    """Inside a program: what the options of ``rows`` (slots, sequence lengths) make of ``logits[R, V]``, the logarithms
+    of the sums of exponentials before that, NaN where a logit is not finite, and ``stats`` for sampling with these
+    parameters. Rows that are not ``active`` have no options; ``mask[R, ceil(V / 32)]``, a bit a token, is for all.
 
     Penalties come first, so that a bias is added as it is.
     """
@@ -165,9 +173,6 @@ def adjust(
     numbers = state.numbers[slots]
     penalties = jnp.where(inactive, jnp.array([0.0, 0.0, 1.0]), lax.bitcast_convert_type(numbers[:, :3], jnp.float32))
     allowed = jnp.where(inactive, -1, state.allowed[slots]) & mask
-    adjusted, normalizers = pallas_kernels.adjust_logits(
-        logits, state.seen, slots, Penalties(*penalties.T), allowed, backend=backend
-    )
     words = state.bad_words[slots]
     matches = ((words[:, :, :-1] == NONE) | (words[:, :, :-1] == state.recent[slots][:, None])).all(-1)
     barred = jnp.concatenate(
@@ -181,8 +186,10 @@ def adjust(
     ids = jnp.concatenate([biases[:, 0], barred], 1)
     values = lax.bitcast_convert_type(biases[:, 1], jnp.float32)
     values = jnp.concatenate([values, jnp.full(barred.shape, -jnp.inf)], 1)
-    ids = jnp.where(inactive | (ids == NONE), vocab, ids)
-    return adjusted.at[jnp.arange(len(slots))[:, None], ids].add(values, mode="drop"), normalizers
+    edits = Edits(jnp.where(inactive | (ids == NONE), vocab, ids), values)
+    return pallas_kernels.adjust_logits(
+        logits, state.seen, slots, Penalties(*penalties.T), allowed, edits, sampling, backend=backend
+    )
 
 
 def record(state: OptionsState, slots: Array, tokens: Array, sampled: Array) -> OptionsState:

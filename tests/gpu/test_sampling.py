@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels.adjust import Penalties
+from pallas_kernels.adjust import Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
 from tests.kernels.test_sampling import critical_value, make_logits, make_rows, sorted_keep
 
@@ -71,7 +71,10 @@ def test_penalties_and_masks():
     allowed = rng.integers(-(2**31), 2**31, (rows, vocab // 32)).astype(np.int32)
     penalties = Penalties(*rng.choice([0.0, 0.5, 1.0], (3, rows)).astype(np.float32) + np.float32([[0], [0], [0.5]]))
     slots = rng.permutation(rows).astype(np.int32)
+    ids = rng.integers(0, 2 * vocab, (rows, 1000)).astype(np.int32)
+    edits = Edits(ids, np.where(ids % 2, -np.inf, ids / vocab).astype(np.float32))
+    operands = (logits, seen, slots, penalties, allowed, edits, make_rows(rows, temperature=1.0, top_p=0.9))
     adjust = jax.jit(pallas_kernels.adjust_logits, static_argnames="backend")
-    got, expected = (adjust(logits, seen, slots, penalties, allowed, backend=b) for b in ("triton", "reference"))
+    got, expected = (adjust(*operands, backend=b) for b in ("triton", "reference"))
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)

@@ -320,27 +320,11 @@ def test_prefill(name: str, scaled: bool):
     np.testing.assert_allclose(out.array, run(*operands, scale=scale, window=shape.window, **options), atol=1e-5)
 
 
-@pytest.mark.parametrize("vocab", [70, 5000])
-def test_adjust_logits(vocab: int):
-    rng = np.random.default_rng(0)
-    rows, slots = 5, np.array([3, 0, 2, 1, 3], np.int32)
-    logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 4
-    logits[4, 7] = -np.inf
-    seen = rng.choice([0, 0, 1, 2, 300, -(2**15), 3 - 2**15], (4, vocab)).astype(np.int16)
-    allowed = rng.integers(-(2**31), 2**31, (rows, -(-vocab // 32))).astype(np.int32)
-    allowed[0] = -1
-    columns = [[0.5, 0.0, 0.0, -2.0, 0.0], [0.25, 0.0, 0.0, 0.0, 1.0], [1.5, 1.0, 0.8, 1.0, 1.0]]
-    penalties = adjust.Penalties(*np.array(columns, np.float32))
-    expected = jax.jit(adjust.adjust_logits)(logits, seen, slots, penalties, allowed)
-    chunks = -(-vocab // triton_adjust.CHUNK)
-    out, sums = (Argument(np.full(shape, POISON, np.float32)) for shape in (logits.shape, (rows, 2, chunks)))
-    operands = map(Argument, (logits, seen, slots, *penalties, allowed))
-    triton_adjust.adjust_kernel[rows, chunks](
-        *operands, out, sums, VOCAB=vocab, WORDS=allowed.shape[1], CHUNK=triton_adjust.CHUNK, CHUNKS=chunks
-    )
-    np.testing.assert_allclose(out.array, expected[0], rtol=1e-6)
-    np.testing.assert_allclose(triton_adjust.normalizers_of(sums.array), expected[1], rtol=1e-6)
-    assert np.isnan(expected[1]).tolist() == [False] * 4 + [True]
+def run_kernel(kernel, grid, operands, out, **parameters) -> list[Argument]:
+    results = [Argument(np.full(shape, POISON if dtype == jnp.float32 else -7, dtype)) for dtype, shape in out]
+    operands = (o if isinstance(o, Argument) else Argument(np.array(o)) for o in operands)
+    kernel[grid](*operands, *results, **parameters)
+    return results
 
 
 def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarray, **plan):
@@ -348,10 +332,8 @@ def sample(logits: np.ndarray, rows: sampling.SamplingRows, positions: np.ndarra
     all."""
     written = []
 
-    def call(kernel, grid, operands, out, **parameters):
-        results = [Argument(np.full(shape, POISON if dtype == jnp.float32 else -7, dtype)) for dtype, shape in out]
-        operands = (o if isinstance(o, Argument) else Argument(o) for o in operands)
-        kernel[grid](*operands, *results, **parameters)
+    def call(*arguments, **parameters):
+        results = run_kernel(*arguments, **parameters)
         written.append([result.array for result in results])
         return results
 
@@ -464,7 +446,7 @@ def test_the_sample_tells_where_the_cut_is(kind: str, given: dict[str, float]):
     rows = random_rows(rng, count, **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, **given})
     logits = np.stack([row_of(kind, rng, 20000) for _ in range(count)])
     positions = np.zeros(count, np.int32)
-    got, _, (_, [bounds], drawn, _) = sample(logits, rows, positions, segment=4096, listed=700, stride=5)
+    got, _, (_, [bounds], drawn, _) = sample(logits, rows, positions, segment=4096, listed=700, stride=4)
     np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
     for row, (low, high, *_) in zip(logits, bounds, strict=True):
         assert low <= exact_cut(row, given) < high
@@ -483,3 +465,40 @@ def test_a_rows_sums_are_the_same_bits_in_any_batch():
     for kernel in (0, 1, 2):
         for a, b in zip(written[kernel][:3], written_alone[kernel][:3], strict=True):
             np.testing.assert_array_equal(a[2], b[0])
+
+
+@pytest.mark.parametrize(("vocab", "sizes"), [(70, dict(chunk=128, stride=1)), (1500, dict(chunk=256, stride=4))])
+def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str, int]):
+    rng = np.random.default_rng(0)
+    count, slots = 5, np.array([3, 0, 2, 1, 3], np.int32)
+    logits = rng.standard_normal((count, vocab), dtype=np.float32) * 4
+    logits[4, 7] = -np.inf
+    seen = rng.choice([0, 0, 1, 2, 30, -(2**15), 3 - 2**15], (4, vocab)).astype(np.int16)
+    allowed = rng.integers(-(2**31), 2**31, (count, -(-vocab // 32))).astype(np.int32)
+    allowed[0] = -1
+    columns = [[0.5, 0.0, 0.0, -2.0, 0.0], [0.25, 0.0, 0.0, 0.0, 1.0], [1.5, 1.0, 0.8, 1.0, 1.0]]
+    penalties = adjust.Penalties(*np.array(columns, np.float32))
+    # Some in a second block, where others have none; one token with a bias is barred as well; one row has none.
+    ids = np.full((count, 300), vocab, np.int32)
+    ids[:, 5:25] = rng.permuted(np.tile(np.arange(vocab), (count, 1)), axis=1)[:, :20]
+    ids[:2, 280], ids[1] = ids[:2, 6], vocab
+    values = rng.standard_normal(ids.shape, dtype=np.float32)
+    values[:, 6] = -np.inf
+    edits = adjust.Edits(ids, values)
+    rows = random_rows(rng, count)
+    positions = np.arange(count, dtype=np.int32)
+    adjusted, normalizers, _ = jax.jit(adjust.adjust_logits)(logits, seen, slots, penalties, allowed, edits, rows)
+    plan = dataclasses.replace(triton_sampling.plan_sampling(count, vocab), segment=64, tile=256, **sizes)
+    operands = (seen, slots, *penalties, allowed)
+    out, sums, *stats = triton_adjust.run_adjust(run_kernel, plan, logits, operands, edits, rows)
+    np.testing.assert_allclose(out.array, adjusted, rtol=1e-6)
+    np.testing.assert_allclose(triton_adjust.normalizers_of(sums.array), normalizers, rtol=1e-6)
+    assert np.isnan(normalizers).tolist() == [False] * 4 + [True]
+    tokens, _ = triton_sampling.run_kernels(run_kernel, plan, out, rows, positions, stats)
+    parameters, shapes = plan.stats
+    operands = (out, rows.temperature, rows.top_p, rows.top_k)
+    sums, *others = run_kernel(triton_sampling.stats_kernel, (count, plan.chunks), operands, shapes, **parameters)
+    sums.array[:, 1] = POISON  # nobody asked
+    for got, expected in zip(stats, (sums, *others), strict=True):
+        np.testing.assert_array_equal(got.array, expected.array)
+    np.testing.assert_array_equal(tokens.array, reference_sample(out.array, rows, positions)[0])
