@@ -99,11 +99,11 @@ def check_programs(device: Any, layers: int, backends: dict[str, str], dump: Pat
     return failures
 
 
-def report(name: str, dump: Path, compile_one: Any, graph: bool = True) -> int:
+def report(name: str, dump: Path, lower: Any, graph: bool = True) -> int:
     """Compile one program (which checks the aliasing) and read its HLO and thunks."""
     before = set(dump.glob("*thunk_sequence*.txt"))
     start = time.monotonic()
-    compiled = compile_one()
+    compiled = lower().compile()
     seconds = time.monotonic() - start
     copies = [line.strip() for line in compiled.as_text().splitlines() if re.search(r"= \w+\[4096,16,\S+ copy", line)]
     # The last of them by name is the one after the passes that make command buffers, where those had anything to do.

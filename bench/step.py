@@ -113,7 +113,7 @@ class StepBench:
             print(f"{total:>10.3f} ms = {count:>5.1f} x {total / count * 1e3:>6.1f} us  {name[:110]}", flush=True)
 
     def _step(self, schedule: SchedulerOutput, bucket: Bucket) -> Callable[[], jax.Array]:
-        program = self._builder.forward(bucket, autotune=self._autotune)
+        program = self._builder.forward(bucket, autotune=self._autotune).compile()
         packed = batch.pack(schedule, bucket, self._plan.block_size, null_slot=self._plan.max_num_seqs)
 
         def step() -> jax.Array:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from threading import Lock
 from typing import Any
 
 import jax
@@ -63,8 +62,24 @@ class Programs:
     """(params, state, spans) -> sums, see ``prompt_rows.pool``"""
 
 
+@dataclass(frozen=True)
+class Lowered:
+    """A program that is traced and lowered, which is Python's work; compiling it is XLA's."""
+
+    name: str
+    module: jax.stages.Lowered
+    options: dict[str, Any] | None = None
+    in_place: Any = ()
+    """Shapes of what the program must reuse."""
+
+    def compile(self) -> Any:
+        compiled = self.module.compile(self.options)
+        check_aliased(compiled, self.in_place, self.name)
+        return compiled
+
+
 class ProgramBuilder:
-    """Lowers and compiles the programs of one model on one mesh."""
+    """Lowers the programs of one model on one mesh, and compiles them."""
 
     def __init__(self, model: ModelConfig, plan: Plan, params: Any, mesh: Mesh, num_blocks: int) -> None:
         self._model = model
@@ -75,9 +90,6 @@ class ProgramBuilder:
         self._spec = AttentionSpec(
             mesh, plan.attention_backend, plan.prefill_backend, plan.linear_backend, model.head_dim**-0.5
         )
-        # One program of a kind is lowered at a time, which is where Triton kernels are compiled: in parallel, all would
-        # compile the same ones.
-        self._lowering_forward, self._lowering_sample = Lock(), Lock()
         self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
         self.state: BatchState = jax.tree.map(
@@ -94,9 +106,9 @@ class ProgramBuilder:
     def _packed(self, bucket: Bucket) -> jax.ShapeDtypeStruct:
         return self._shape((batch.packed_size(bucket, self._plan.block_size),), np.int32)
 
-    def forward(self, bucket: Bucket, *, autotune: bool = True, quiet: Future[Any] | None = None) -> Any:
-        """Compile the forward program of a bucket. Without ``autotune`` a GPU's GEMMs are what cuBLAS proposes; with
-        it, what is fastest in timings, which begin when ``quiet`` is done."""
+    def forward(self, bucket: Bucket, *, autotune: bool = True) -> Lowered:
+        """The forward program of a bucket. Without ``autotune`` a GPU's GEMMs are what cuBLAS proposes; with it, what
+        is fastest in timings."""
 
         spec = self._spec_of(bucket)
 
@@ -113,36 +125,27 @@ class ProgramBuilder:
             return cache, state, logits, inputs.rows
 
         jitted = jax.jit(forward, donate_argnums=(1, 2))
-        with self._lowering_forward:
-            lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
-        if autotune and quiet is not None:
-            quiet.result()
-        compiled = lowered.compile(self._compiler_options(autotune))
-        check_aliased(compiled, (self.cache, self.state), f"the forward program of {bucket}")
-        return compiled
+        lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
+        return Lowered(f"forward {bucket}", lowered, self._compiler_options(autotune), (self.cache, self.state))
 
     def _spec_of(self, bucket: Bucket) -> AttentionSpec:
         decodes_only = bucket.prefill_rows == 0
         chained = decodes_only and self._module.can_be_chained(self._model, bucket.rows, self._plan.dtype, self._spec)
         return replace(self._spec, prefill_backend=self._plan.prefill_backend_of(bucket), chained=chained)
 
-    def sample(self, rows: int, variant: SamplerVariant) -> Any:
-        """Compile the sampling program for a number of rows."""
+    def sample(self, rows: int, variant: SamplerVariant) -> Lowered:
+        """The sampling program for a number of rows."""
         plan, vocab = self._plan, self._model.vocab_size
         how: dict[str, Any] = dict(variant=variant, backend=plan.attention_backend, max_logprobs=plan.max_logprobs)
         logits, row_data = self._shape((rows, vocab), jnp.float32), self._shape((3, rows), np.int32)
+        name = f"sample {rows} rows, {variant}"
         if variant.kind is not Kind.FULL:
             jitted = jax.jit(partial(choose_tokens, **how), donate_argnums=0)
-            with self._lowering_sample:
-                lowered = jitted.lower(self.state, logits, row_data)
-            return lowered.compile()
+            return Lowered(name, jitted.lower(self.state, logits, row_data))
         jitted = jax.jit(partial(choose_with_options, **how), donate_argnums=(0, 1))
         mask = self._shape((rows, options.mask_words(vocab)), np.int32)
-        with self._lowering_sample:
-            lowered = jitted.lower(self.state, self.options, logits, row_data, mask)
-        compiled = lowered.compile()
-        check_aliased(compiled, (self.state, self.options), f"sample {rows} rows, {variant}")
-        return compiled
+        lowered = jitted.lower(self.state, self.options, logits, row_data, mask)
+        return Lowered(name, lowered, in_place=(self.state, self.options))
 
     def _compiled(self, variant: SamplerVariant) -> SamplerVariant:
         """The variant whose program does this one's work. A CPU compiles one with the likeliest tokens in the time of
@@ -150,82 +153,81 @@ class ProgramBuilder:
         always_top = variant.kind is not Kind.GREEDY and self._plan.attention_backend == "reference"
         return replace(variant, top_logprobs=True) if always_top else variant
 
-    def new_options(self) -> Any:
-        """Compile the program that makes empty optional state."""
+    def new_options(self) -> Lowered:
+        """The program that makes empty optional state."""
 
         def new_options() -> OptionsState:
             return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), self.options)
 
-        return jax.jit(new_options, out_shardings=self._replicated).lower().compile()
+        return Lowered("empty options", jax.jit(new_options, out_shardings=self._replicated).lower())
 
-    def load_row(self) -> Any:
-        """Compile the program that writes a slot's row of the optional state."""
+    def load_row(self) -> Lowered:
+        """The program that writes a slot's row of the optional state."""
         packed = self._shape((options.ROW_WORDS,), np.int32)
-        compiled = jax.jit(options.load_row, donate_argnums=0).lower(self.options, packed).compile()
-        check_aliased(compiled, self.options, "the program that loads a row of options")
-        return compiled
+        lowered = jax.jit(options.load_row, donate_argnums=0).lower(self.options, packed)
+        return Lowered("a row's options", lowered, in_place=self.options)
 
     def _compiler_options(self, autotune: bool) -> dict[str, Any] | None:
         if not self._on_gpu:
             return None
         return TUNED if autotune else UNTUNED
 
-    def score(self) -> Any:
-        """Compile the program that gives log-probabilities of prompt tokens."""
+    def score(self) -> Lowered:
+        """The program that gives log-probabilities of prompt tokens."""
         logits = partial(self._module.logits, config=self._model, spec=self._spec)
         jitted = jax.jit(partial(prompt_rows.score, logits=logits, max_logprobs=self._plan.max_logprobs))
         rows = self._shape((2, prompt_rows.rows_at_once(self._plan)), np.int32)
-        return jitted.lower(self._params, self.state, rows).compile(self._compiler_options(False))
+        lowered = jitted.lower(self._params, self.state, rows)
+        return Lowered("scores of prompt tokens", lowered, self._compiler_options(False))
 
-    def pool(self) -> Any:
-        """Compile the program that adds hidden states up."""
+    def pool(self) -> Lowered:
+        """The program that adds hidden states up."""
         jitted = jax.jit(partial(prompt_rows.pool, norm=partial(self._module.final_norm, config=self._model)))
         spans = self._shape((2, self._plan.ladder.max_prefill_rows), np.int32)
-        return jitted.lower(self._params, self.state, spans).compile(self._compiler_options(False))
+        lowered = jitted.lower(self._params, self.state, spans)
+        return Lowered("pooled hidden states", lowered, self._compiler_options(False))
 
     def all(self, progress: Progress, loading: Future[Any]) -> Programs:
         """Compile everything, with a progress line a program, unless ``loading`` of the parameters fails, which is then
         raised.
 
-        On a GPU all cores compile. Some programs are autotuned, one at a time and with the parameters in place, since
-        whatever else the GPU does disturbs timings; for the others cuBLAS's proposal measured as fast, and tuning takes
-        longer than compiling. On a CPU one program follows the other: XLA spreads each over the cores anyway, and
-        reading a program from the cache while another is compiled has crashed.
+        Lowering is Python's work and happens here, one program after the other: those first that take XLA longest for
+        the time that they take Python. On a GPU all cores compile meanwhile. Some programs are autotuned, one at a time
+        and with the parameters in place, since whatever else the GPU does disturbs timings; for the others cuBLAS's
+        proposal measured as fast, and tuning takes longer than compiling. On a CPU one program is compiled after the
+        other: XLA spreads each over the cores anyway, and reading a program from the cache while another is compiled
+        has crashed.
         """
         buckets = self._plan.ladder.all()
         row_sizes = sorted({b.rows for b in buckets})
         samplers = [(rows, v) for rows in row_sizes for v in VARIANTS if v == self._compiled(v)]
+        tuned = [bucket for bucket in reversed(buckets) if self._on_gpu and self._worth_tuning(bucket)]
         total = len(buckets) + len(samplers) + 4
         counter = itertools.count(1)
 
-        def timed(what: str, compile_one: Callable[[], Any]) -> Any:
-            if loading.done():
+        def compiled(program: Lowered, alone: bool) -> Any:
+            if alone or loading.done():
                 loading.result()  # there is no point in going on if it raises
             start = time.monotonic()
-            program = compile_one()
-            progress(f"compiled {next(counter)}/{total}: {what} ({time.monotonic() - start:.1f} s)")
-            return program
+            result = program.compile()
+            progress(f"compiled {next(counter)}/{total}: {program.name} ({time.monotonic() - start:.1f} s)")
+            return result
 
         with ThreadPoolExecutor(os.cpu_count() if self._on_gpu else 1) as pool, ThreadPoolExecutor(1) as one:
-            forward = {}
-            for bucket in reversed(buckets):
-                tuned = self._worth_tuning(bucket)
-                task = partial(self.forward, bucket, autotune=tuned, quiet=loading)
-                forward[bucket] = (one if tuned and self._on_gpu else pool).submit(timed, f"forward {bucket}", task)
-            sample = {
-                (r, v): pool.submit(timed, f"sample {r} rows, {v}", partial(self.sample, r, v)) for r, v in samplers
-            }
-            new_options = pool.submit(timed, "empty options", self.new_options)
-            load_row = pool.submit(timed, "a row's options", self.load_row)
-            score = pool.submit(timed, "scores of prompt tokens", self.score)
-            pooled = pool.submit(timed, "pooled hidden states", self.pool)
+
+            def start(program: Lowered, alone: bool = False) -> Future[Any]:
+                if loading.done():
+                    loading.result()
+                return (one if alone else pool).submit(compiled, program, alone)
+
+            forward = {bucket: start(self.forward(bucket), alone=True) for bucket in tuned}
+            sample = {(r, v): start(self.sample(r, v)) for r, v in samplers}
+            forward |= {b: start(self.forward(b, autotune=False)) for b in reversed(buckets) if b not in tuned}
+            others = [start(lower()) for lower in (self.new_options, self.load_row, self.score, self.pool)]
             return Programs(
-                forward={b: forward[b].result() for b in buckets},
-                sample={(r, v): sample[r, self._compiled(v)].result() for r in row_sizes for v in VARIANTS},
-                new_options=new_options.result(),
-                load_row=load_row.result(),
-                score=score.result(),
-                pool=pooled.result(),
+                {bucket: forward[bucket].result() for bucket in buckets},
+                {(r, v): sample[r, self._compiled(v)].result() for r in row_sizes for v in VARIANTS},
+                *(program.result() for program in others),
             )
 
     def _worth_tuning(self, bucket: Bucket) -> bool:

@@ -118,7 +118,7 @@ def test_products_in_partial_sums(name, kinds, llm, monkeypatch):
     runner = llm(name, **ONE_CHUNK).engine.runner
     plan = replace(runner.plan, linear_backend="split")
     builder = ProgramBuilder(runner.model_config, plan, runner._params, runner._mesh, runner.num_blocks)
-    forward = {bucket: builder.forward(bucket) for bucket in plan.ladder.all()}
+    forward = {bucket: builder.forward(bucket).compile() for bucket in plan.ladder.all()}
     monkeypatch.setattr(runner, "_programs", replace(runner._programs, forward=forward))
     assert set(split_products.calls) == kinds
     with np.load(DATA / f"{name}.npz") as stored:

@@ -48,7 +48,7 @@ def test_a_forgotten_donation_stops_the_start(llm, monkeypatch, donated):
     monkeypatch.setattr(jax, "jit", lambda function, **options: real_jit(function, donate_argnums=donated))
     expected = in_place_bytes(runner)
     with pytest.raises(RuntimeError, match=rf"decode of 1 reuses \d+ bytes .* expected {expected}$"):
-        builder.forward(Bucket(1, 1, 0))
+        builder.forward(Bucket(1, 1, 0)).compile()
 
 
 def test_a_step_leaves_no_copy_behind(llm):
