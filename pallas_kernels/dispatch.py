@@ -201,6 +201,8 @@ def decode_attention(
     each KV head.
     With ``into[T, H, D]``, whose first S rows are those of ``q[T, H, D]``, results are put there, in place, and rows
     of length 0 are left as they are.
+    In a chain of kernels (``chained``) no other kernel may write keys or values that a sequence here has, its last
+    token's apart: they are read before those in front are done.
     """
     run = _implementation("decode_attention", backend)
     options = {"scale": scale, "k_scale": k_scale, "v_scale": v_scale, "into": into}

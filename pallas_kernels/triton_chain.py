@@ -3,8 +3,9 @@
 A kernel of a decode step takes 2 to 60 us, and from the end of one to the first bytes of the next go two or three in
 which memory is idle. With programmatic dependent launch (CUDA programming guide, "Programmatic Dependent Launch and
 Synchronization") a kernel starts as soon as all programs of the one in front run and leave room, reads ahead what no
-kernel of the chain writes (weights), and then waits (``enter``) until all before it is done. XLA launches kernels so as
-well, but makes each wait at its very beginning; hence a handler of our own (``triton_launch``).
+kernel of the chain writes (weights, and the keys and values of earlier tokens), and then waits (``enter``) until all
+before it is done. XLA launches kernels so as well, but makes each wait at its very beginning; hence a handler of our
+own (``triton_launch``).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which may do nothing with arrays but give them to Triton kernels, change ``jax.Ref``s by these and
     reshape, as one custom call; ``ValueError`` says what else it does.
 
-    What its kernels read before they wait must be an argument that none of them writes.
+    What its kernels read before they wait must be an argument that none of them writes, or a part that none writes.
     """
 
     def run(*arguments: Any) -> Any:

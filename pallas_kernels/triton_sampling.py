@@ -2,7 +2,7 @@
 
 Logits are read in chunks of a fixed size, a program each, so that a row's bits do not depend on the batch. The kernels:
 
-- ``stats``: of each chunk the largest logit and the sums of exponentials, and a sample of one token in thirty. Where
+- ``stats``: of each chunk the largest logit and the sums of exponentials, and a sample of 2,000 to 4,000 tokens. Where
   logits are adjusted before (``triton_adjust``), the kernel that does so says this, too.
 - ``pivot``, a program a row: from the sample, two logits that the cut lies between (top-k's, or top-p's where there is
   no top-k), almost surely.
@@ -44,7 +44,7 @@ class SamplingPlan:
     vocab: int
     chunk: int = 1024
     stride: int = 32
-    """Of so many logits one is in the sample; a power of two, at most ``chunk``."""
+    """Of so many logits one is in the sample. It divides ``chunk``: a program samples what it has written itself."""
     listed: int = 3072
     """So many tokens are rather listed than bounded from above."""
     segment: int = 512
@@ -63,6 +63,7 @@ class SamplingPlan:
     @property
     def stats(self) -> tuple[dict[str, int], list[tuple[Any, tuple[int, ...]]]]:
         """Parameters of kernels that ``summarize`` chunks, and what these write."""
+        assert self.chunk % self.stride == 0
         sample = self.vocab // self.stride
         parameters = dict(
             CHUNK=self.chunk, CHUNKS=self.chunks, VOCAB=self.vocab, STRIDE=self.stride, SAMPLE=sample,

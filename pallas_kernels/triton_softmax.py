@@ -24,7 +24,7 @@ def accumulate(scores, values, acc, peak, total, PRECISION: tl.constexpr):
 
 @triton.jit
 def accumulate_one(score, value, acc, peak, total):
-    """Take in one key's ``score[M]`` and ``value[D]``."""
+    """Take in one key's ``score[M]``, which is finite (else there is NaN), and ``value[D]``."""
     new_peak = tl.maximum(peak, score)
     weight, keep = tl.exp2(score - new_peak), tl.exp2(peak - new_peak)
     total = total * keep + weight

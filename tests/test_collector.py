@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import sys
 
 import pytest
 
 from jaxserve import collector
 from jaxserve.request import SamplingParams
+
+pytestmark = pytest.mark.skipif(sys.version_info >= (3, 14), reason="old objects are looked at a few at a time")
 
 
 def test_old_objects_are_left_alone_and_then_looked_at_again():

@@ -220,15 +220,20 @@ class ProgramBuilder:
                     loading.result()
                 return (one if alone else pool).submit(compiled, program, alone)
 
-            forward = {bucket: start(self.forward(bucket), alone=True) for bucket in tuned}
-            sample = {(r, v): start(self.sample(r, v)) for r, v in samplers}
-            forward |= {b: start(self.forward(b, autotune=False)) for b in reversed(buckets) if b not in tuned}
-            others = [start(lower()) for lower in (self.new_options, self.load_row, self.score, self.pool)]
-            return Programs(
-                {bucket: forward[bucket].result() for bucket in buckets},
-                {(r, v): sample[r, self._compiled(v)].result() for r in row_sizes for v in VARIANTS},
-                *(program.result() for program in others),
-            )
+            try:
+                forward = {bucket: start(self.forward(bucket), alone=True) for bucket in tuned}
+                sample = {(r, v): start(self.sample(r, v)) for r, v in samplers}
+                forward |= {b: start(self.forward(b, autotune=False)) for b in reversed(buckets) if b not in tuned}
+                others = [start(lower()) for lower in (self.new_options, self.load_row, self.score, self.pool)]
+                return Programs(
+                    {bucket: forward[bucket].result() for bucket in buckets},
+                    {(r, v): sample[r, self._compiled(v)].result() for r in row_sizes for v in VARIANTS},
+                    *(program.result() for program in others),
+                )
+            except BaseException:
+                for executor in (pool, one):
+                    executor.shutdown(wait=False, cancel_futures=True)
+                raise
 
     def _worth_tuning(self, bucket: Bucket) -> bool:
         """The largest, and decode steps of few rows whose float32 LM head is XLA's."""

@@ -78,3 +78,7 @@ def test_penalties_and_masks():
     got, expected = (adjust(*operands, backend=b) for b in ("triton", "reference"))
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
+    drawn = (got[0], operands[-1], np.arange(rows, dtype=np.int32))
+    with_stats, without = (pallas_kernels.sample(*drawn, stats=s, backend="triton")[0] for s in (got[2], ()))
+    finite = np.arange(rows) != 4
+    np.testing.assert_array_equal(with_stats[finite], without[finite])

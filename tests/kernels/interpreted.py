@@ -25,6 +25,7 @@ from pallas_kernels import (
     triton_prefill,
     triton_rope,
     triton_sampling,
+    triton_sampling_resolve,
     triton_swiglu,
 )
 from pallas_kernels.shapes import DECODE, PREFILL, AttentionShape
@@ -110,23 +111,33 @@ def test_decode_in_a_chain(name: str, monkeypatch: pytest.MonkeyPatch):
     np.testing.assert_allclose(decode(inputs, chained=True), expected_decode(inputs), atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [1, 32, 33, 200])
-def test_in_a_chain_the_newest_key_is_read_after_the_wait(length: int, monkeypatch: pytest.MonkeyPatch):
-    """One program, for whom the kernels in front write the newest key and value just in time."""
-    inputs = make_inputs(AttentionShape((length,), (1,), num_heads=2, num_kv_heads=1))
+@pytest.mark.parametrize(
+    ("length", "split_size", "window"),
+    [(1, None, None), (32, None, None), (33, None, None), (200, None, None), (200, None, 40), (65, 64, None)],
+)
+def test_in_a_chain_the_newest_key_is_read_after_the_wait(
+    length: int, split_size: int | None, window: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Programs for whom the kernels in front write the queries, and for the last the newest key and value, just in
+    time."""
+    inputs = make_inputs(AttentionShape((length,), (1,), num_heads=2, num_kv_heads=1, window=window))
     expected = expected_decode(inputs)
+    items = -(-length // split_size) if split_size else 1
     block, offset = divmod(length - 1, inputs.shape.block_size)
-    newest = [(cache, cache[inputs.block_tables[0, block], offset]) for cache in (inputs.k_cache, inputs.v_cache)]
-    written = [place.copy() for _, place in newest]
-    for _, place in newest:
+    late = [inputs.q, *(cache[inputs.block_tables[0, block], offset] for cache in (inputs.k_cache, inputs.v_cache))]
+    written = [place.copy() for place in late]
+    for place in late:
         place[:] = POISON
+    waits = []
 
     def write() -> None:
-        for (_, place), value in zip(newest, written, strict=True):
+        waits.append(1)
+        for place, value in zip(late if len(waits) == items else late[:1], written, strict=False):
             place[:] = value
 
     monkeypatch.setattr(triton_decode, "enter", write)
-    np.testing.assert_allclose(decode(inputs, chained=True, programs=1), expected, atol=1e-5)
+    np.testing.assert_allclose(decode(inputs, split_size, chained=True, programs=1), expected, atol=1e-5)
+    assert len(waits) == items
 
 
 def test_decode_combines_more_partial_results_than_fit_at_once():
@@ -470,13 +481,13 @@ def test_a_rows_sums_are_the_same_bits_in_any_batch():
 @pytest.mark.parametrize(("vocab", "sizes"), [(70, dict(chunk=128, stride=1)), (1500, dict(chunk=256, stride=4))])
 def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str, int]):
     rng = np.random.default_rng(0)
-    count, slots = 5, np.array([3, 0, 2, 1, 3], np.int32)
+    count, slots = 6, np.array([3, 0, 2, 1, 3, 2], np.int32)
     logits = rng.standard_normal((count, vocab), dtype=np.float32) * 4
     logits[4, 7] = -np.inf
     seen = rng.choice([0, 0, 1, 2, 30, -(2**15), 3 - 2**15], (4, vocab)).astype(np.int16)
     allowed = rng.integers(-(2**31), 2**31, (count, -(-vocab // 32))).astype(np.int32)
-    allowed[0] = -1
-    columns = [[0.5, 0.0, 0.0, -2.0, 0.0], [0.25, 0.0, 0.0, 0.0, 1.0], [1.5, 1.0, 0.8, 1.0, 1.0]]
+    allowed[0], allowed[5], allowed[5, 0] = -1, 0, 8
+    columns = [[0.5, 0, 0, -2.0, 0, 0], [0.25, 0, 0, 0, 1.0, 0], [1.5, 1.0, 0.8, 1.0, 1.0, 1.0]]
     penalties = adjust.Penalties(*np.array(columns, np.float32))
     # Some in a second block, where others have none; one token with a bias is barred as well; one row has none.
     ids = np.full((count, 300), vocab, np.int32)
@@ -493,7 +504,7 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     out, sums, *stats = triton_adjust.run_adjust(run_kernel, plan, logits, operands, edits, rows)
     np.testing.assert_allclose(out.array, adjusted, rtol=1e-6)
     np.testing.assert_allclose(triton_adjust.normalizers_of(sums.array), normalizers, rtol=1e-6)
-    assert np.isnan(normalizers).tolist() == [False] * 4 + [True]
+    assert np.isnan(normalizers).tolist() == [False] * 4 + [True, False]
     tokens, _ = triton_sampling.run_kernels(run_kernel, plan, out, rows, positions, stats)
     parameters, shapes = plan.stats
     operands = (out, rows.temperature, rows.top_p, rows.top_k)
@@ -502,3 +513,23 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     for got, expected in zip(stats, (sums, *others), strict=True):
         np.testing.assert_array_equal(got.array, expected.array)
     np.testing.assert_array_equal(tokens.array, reference_sample(out.array, rows, positions)[0])
+
+
+def test_the_exact_cut_is_looked_for_where_it_matters(monkeypatch: pytest.MonkeyPatch):
+    """By top-k always, since no token is kept for sure; by top-p of many where one on the list might win."""
+    rng = np.random.default_rng(5)
+    count, cut = 8, []
+    rows = random_rows(rng, count, temperature=1.0, min_p=0.0)._replace(
+        top_p=np.float32([0.9] * 6 + [1.0] * 2), top_k=np.int32([0] * 6 + [50] * 2)
+    )
+    keys_kept = triton_sampling_resolve._keys_kept
+
+    def counted(*operands):
+        cut.append(1)
+        return keys_kept(*operands)
+
+    monkeypatch.setattr(triton_sampling_resolve, "_keys_kept", counted)
+    logits, positions = rng.standard_normal((count, 20000), dtype=np.float32), np.arange(count, dtype=np.int32)
+    got, *_ = sample(logits, rows, positions, listed=700)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
+    assert 2 <= len(cut) < count
