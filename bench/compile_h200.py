@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,19 +92,20 @@ def check_programs(device: Any, layers: int, backends: dict[str, str], dump: Pat
     wanted = [buckets[0], plan.ladder.choose(256, 0, 0), plan.ladder.choose(0, 2048, 4), plan.ladder.choose(32, 512, 1)]
     failures = 0
     for bucket in wanted:
-        failures += report(f"forward {bucket}", dump, lambda b=bucket: builder.forward(b))
+        failures += report(dump, functools.partial(builder.forward, bucket))
     for variant in VARIANTS:
-        failures += report(f"sample 256 rows, {variant}", dump, lambda v=variant: builder.sample(256, v), graph=False)
-    failures += report("scores of prompt tokens", dump, builder.score, graph=False)
-    failures += report("pooled hidden states", dump, builder.pool, graph=False)
+        failures += report(dump, functools.partial(builder.sample, 256, variant), graph=False)
+    failures += report(dump, builder.score, graph=False)
+    failures += report(dump, builder.pool, graph=False)
     return failures
 
 
-def report(name: str, dump: Path, lower: Any, graph: bool = True) -> int:
+def report(dump: Path, lower: Callable[[], Any], graph: bool = True) -> int:
     """Compile one program (which checks the aliasing) and read its HLO and thunks."""
     before = set(dump.glob("*thunk_sequence*.txt"))
     start = time.monotonic()
-    compiled = lower().compile()
+    program = lower()
+    compiled = program.compile()
     seconds = time.monotonic() - start
     copies = [line.strip() for line in compiled.as_text().splitlines() if re.search(r"= \w+\[4096,16,\S+ copy", line)]
     # The last of them by name is the one after the passes that make command buffers, where those had anything to do.
@@ -114,7 +116,7 @@ def report(name: str, dump: Path, lower: Any, graph: bool = True) -> int:
     good = not copies and (not graph or top["kCommandBuffer"] == 1)
     sizes = f"aliased {memory.alias_size_in_bytes >> 20} MiB, temporary {memory.temp_size_in_bytes >> 20} MiB"
     found = f"{len(copies)} cache copies, top level {dict(top)}, {len(kinds)} thunks"
-    print(f"{'ok  ' if good else 'FAIL'} {name}: {sizes}, {found}, {seconds:.1f} s", flush=True)
+    print(f"{'ok  ' if good else 'FAIL'} {program.name}: {sizes}, {found}, {seconds:.1f} s", flush=True)
     return 0 if good else 1
 
 

@@ -53,7 +53,7 @@ def decode_kernel(
         row = seq * KV_HEADS + head
         q_ptr += row * GROUPS * DIM
         if CHAINED:
-            stop = tl.minimum(end, length - 1)
+            stop, has_newest = tl.minimum(end, length - 1), (end == length) & (length > 0)
             q = tl.zeros([ROWS_PAD, DIM_PAD], q_ptr.dtype.element_ty)
             key = tl.zeros([DIM_PAD], q_ptr.dtype.element_ty)
             value = tl.zeros([DIM_PAD], q_ptr.dtype.element_ty)
@@ -84,7 +84,7 @@ def decode_kernel(
                     enter()
                     q = tl.load(q_ptr + in_row, mask=rows_seen, other=0.0)
                     key, value = _load_newest(
-                        k_ptr, v_ptr, table, end == length, length, head, q.dtype, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE
+                        k_ptr, v_ptr, table, has_newest, length, head, q.dtype, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE
                     )
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * SCALE
             if SCALED:
@@ -92,7 +92,7 @@ def decode_kernel(
             scores = tl.where(seen[None, :], scores, float("-inf"))
             acc, peak, total = accumulate(scores, v.to(q.dtype), acc, peak, total, PRECISION)
         if CHAINED:  # noqa: SIM102
-            if (end == length) & (length > 0):
+            if has_newest:
                 score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
                 if SCALED:
                     score *= tl.load(k_scale_ptr + head)
@@ -113,11 +113,11 @@ def _load_newest(
     k_ptr, v_ptr, table, wanted, length, head, dtype,
     KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The key and the value of a sequence's last token, if there is one and they are wanted."""
+    """The key and the value of a sequence's last token, if they are wanted."""
     dim, last = tl.arange(0, DIM_PAD), length - 1
-    block = tl.load(table + last // BLOCK_SIZE, mask=length > 0, other=0).to(tl.int64)
+    block = tl.load(table + last // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
     place = ((block * BLOCK_SIZE + last % BLOCK_SIZE) * KV_HEADS + head) * DIM + dim
-    there = (dim < DIM) & wanted & (length > 0)
+    there = (dim < DIM) & wanted
     key, value = tl.load(k_ptr + place, mask=there, other=0.0), tl.load(v_ptr + place, mask=there, other=0.0)
     return key.to(dtype), value.to(dtype)
 

@@ -61,17 +61,21 @@ class SamplingPlan:
         return triton.cdiv(self.vocab, self.chunk)
 
     @property
+    def sampled(self) -> int:
+        """Logits of a row's sample."""
+        return self.vocab // self.stride
+
+    @property
     def stats(self) -> tuple[dict[str, int], list[tuple[Any, tuple[int, ...]]]]:
         """Parameters of kernels that ``summarize`` chunks, and what these write."""
         assert self.chunk % self.stride == 0
-        sample = self.vocab // self.stride
         parameters = dict(
-            CHUNK=self.chunk, CHUNKS=self.chunks, VOCAB=self.vocab, STRIDE=self.stride, SAMPLE=sample,
+            CHUNK=self.chunk, CHUNKS=self.chunks, VOCAB=self.vocab, STRIDE=self.stride, SAMPLE=self.sampled,
             num_warps=self.chunk_warps,
         )  # fmt: skip
-        floats, ids = jnp.float32, jnp.int32
-        by_chunk = (self.rows, self.chunks)
-        return parameters, [(floats, (self.rows, 3, self.chunks)), (ids, by_chunk), (floats, (self.rows, sample))]
+        rows, floats = self.rows, jnp.float32
+        by_chunk = (rows, self.chunks)
+        return parameters, [(floats, (rows, 3, self.chunks)), (jnp.int32, by_chunk), (floats, (rows, self.sampled))]
 
 
 def plan_sampling(rows: int, vocab: int) -> SamplingPlan:
@@ -83,20 +87,19 @@ def run_kernels(
 ) -> tuple[Any, Any]:
     """The kernels in order, but the first where it is known what it says (``stats``). ``call(kernel, grid, operands,
     out, **parameters)`` runs one and returns its results, which ``out`` describes: a dtype and a shape each."""
-    count, chunks, sample = plan.rows, plan.chunks, plan.vocab // plan.stride
+    count, chunks = plan.rows, plan.chunks
     cuts = (rows.temperature, rows.top_p, rows.top_k)
     noise = (rows.seeds, rows.choices, positions)
     floats, ids = jnp.float32, jnp.int32
     shared = dict(VOCAB=plan.vocab, CHUNKS=chunks)
-    padded = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), **shared)
+    of_row = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=8, **shared)
     if not stats:
         parameters, out = plan.stats
         stats = call(stats_kernel, (count, chunks), (logits, *cuts), out, **parameters)
     stats, argmax, sampled = stats
     [bounds] = call(
         pivot_kernel, (count,), (*cuts, rows.min_p, stats, sampled), [(floats, (count, 4))],
-        SAMPLE=sample, SAMPLE_PAD=triton.next_power_of_2(sample), LISTED=plan.listed,
-        num_warps=8, **padded,
+        SAMPLE=plan.sampled, SAMPLE_PAD=triton.next_power_of_2(plan.sampled), LISTED=plan.listed, **of_row,
     )  # fmt: skip
     drawn = call(
         draw_kernel, (count, chunks), (logits, *cuts, *noise, stats, bounds),
@@ -106,8 +109,7 @@ def run_kernels(
     tokens, normalizers, *_ = call(
         resolve_kernel, (count,), (logits, *cuts, *noise, stats, argmax, bounds, *drawn),
         [(ids, (count,)), (floats, (count,)), (floats, (count, plan.capacity)), (ids, (count, plan.capacity))],
-        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile,
-        num_warps=8, **padded,
+        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, **of_row,
     )  # fmt: skip
     return tokens, normalizers
 
