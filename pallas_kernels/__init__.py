@@ -19,6 +19,7 @@ from pallas_kernels.dispatch import (
     prefill_attention,
     rope_and_write,
     sample,
+    suits_decode,
     suits_linear,
     swiglu,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "prefill_attention",
     "rope_and_write",
     "sample",
+    "suits_decode",
     "suits_linear",
     "swiglu",
 ]

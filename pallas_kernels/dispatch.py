@@ -50,10 +50,15 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "plan_decode": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_decode",
+        "gluon": "pallas_kernels.triton_decode",
+    },
+    "suits_decode": {
+        "gluon": "pallas_kernels.gluon_decode",
     },
     "decode_attention": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_decode",
+        "gluon": "pallas_kernels.gluon_decode",
     },
     "prefill_attention": {
         "reference": "pallas_kernels.reference",
@@ -91,11 +96,16 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, which may do nothing with arrays but give them to Triton kernels, change ``jax.Ref``s by these and
     reshape, with its kernels launched so that each begins before the one in front of it has ended (on a Hopper GPU):
     see ``triton_chain``. JAXSERVE_TRITON=xla in the environment leaves launching to XLA, to compare."""
-    if os.environ.get("JAXSERVE_TRITON"):
+    if not _may_launch():
         return function
     from pallas_kernels import triton_chain  # not everywhere
 
     return triton_chain.chained(function)
+
+
+def _may_launch() -> bool:
+    """Whether kernels may be launched by ourselves, not XLA, as those in Gluon must be."""
+    return not os.environ.get("JAXSERVE_TRITON")
 
 
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: str) -> tuple[Array, Array]:
@@ -176,6 +186,13 @@ def plan_decode(
     run = _implementation("plan_decode", backend)
     options = {"kv_heads": kv_heads, "max_seq_len": max_seq_len, "window": window, "split_size": split_size}
     result: DecodePlan = run(seq_lens, **options)
+    return result
+
+
+def suits_decode(dtype: jnp.dtype, groups: int, dim: int, *, backend: str) -> bool:
+    """Whether an implementation for Hopper takes queries, keys and values of this type, so many query heads a KV head,
+    and heads of this size."""
+    result: bool = _may_launch() and _implementation("suits_decode", backend)(dtype, groups, dim)
     return result
 
 

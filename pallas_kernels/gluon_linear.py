@@ -15,7 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
-def _ring(STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr):
+def ring(STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype: gl.constexpr):
     """Shared memory for so many tiles."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], dtype)
     return gl.allocate_shared_memory(dtype, [STAGES, ROWS, COLUMNS], layout)
@@ -25,7 +25,7 @@ def _ring(STAGES: gl.constexpr, ROWS: gl.constexpr, COLUMNS: gl.constexpr, dtype
 def _copy_x(tile, x_ptr, block, K, last_row):
     """Begin to fill a tile ``[BLOCK_M, BLOCK_K]``."""
     BLOCK_K: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = _rows_of(BLOCK_K, gl.num_warps())
+    layout: gl.constexpr = rows_of(BLOCK_K, gl.num_warps())
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))[:, None]
     column = block * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]
     async_copy.async_copy_global_to_shared(tile, x_ptr + row * K + column, mask=row <= last_row)
@@ -36,7 +36,7 @@ def _copy_w(tile, w_ptr, block, column, N, PARTS: gl.constexpr):
     """Begin to fill a tile ``[BLOCK_K, PARTS * BLOCK_N]`` from the same columns of each of the parts of ``w``."""
     BLOCK_K: gl.constexpr = tile.shape[0]
     BLOCK_N: gl.constexpr = tile.shape[1] // PARTS
-    layout: gl.constexpr = _rows_of(BLOCK_N * PARTS, gl.num_warps())
+    layout: gl.constexpr = rows_of(BLOCK_N * PARTS, gl.num_warps())
     row = gl.arange(0, BLOCK_K, gl.SliceLayout(1, layout))[:, None]
     index = gl.arange(0, BLOCK_N * PARTS, gl.SliceLayout(0, layout))[None, :]
     start = w_ptr + (block * BLOCK_K).to(gl.int64) * (N * PARTS) + column
@@ -45,7 +45,7 @@ def _copy_w(tile, w_ptr, block, column, N, PARTS: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _rows_of(columns, warps):
+def rows_of(columns, warps):
     """Who copies which eight elements of a tile."""
     threads = min(columns // 8, 32)
     return gl.BlockedLayout([1, 8], [32 // threads, threads], [warps, 1], [1, 0])
@@ -63,7 +63,7 @@ def linear_kernel(
     first, last = split * blocks // gl.num_programs(1), (split + 1) * blocks // gl.num_programs(1)
     dtype: gl.constexpr = w_ptr.dtype.element_ty
     PARTS: gl.constexpr = 2 if GATED else 1
-    w_ring, x_ring = _ring(STAGES, BLOCK_K, PARTS * BLOCK_N, dtype), _ring(STAGES, BLOCK_M, BLOCK_K, dtype)
+    w_ring, x_ring = ring(STAGES, BLOCK_K, PARTS * BLOCK_N, dtype), ring(STAGES, BLOCK_M, BLOCK_K, dtype)
     # Groups of copies, in the order in which they are waited for: the weights of the first tiles, then their rows of x,
     # then both of each tile that follows. When all groups but the last STAGES - 2 are there, so is the next tile.
     for s in gl.static_range(STAGES - 1):

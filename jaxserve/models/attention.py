@@ -53,6 +53,8 @@ class AttentionSpec:
     linear_backend: str
     """Of matrix products of few rows; ``reference``: all products are XLA's."""
     scale: float
+    decode_backend: str | None = None
+    """If it is another one."""
     chained: bool = False
     """Whether the layers' kernels are launched as a chain: see ``pallas_kernels.chained``."""
 
@@ -99,7 +101,7 @@ def attend(
             )  # fmt: skip
         attended, plan = pallas_kernels.decode_attention(
             q, keys, values, at.decode_block_tables, at.decode_seq_lens, plan,
-            scale=spec.scale, into=prefill, backend=spec.backend,
+            scale=spec.scale, into=prefill, backend=spec.decode_backend or spec.backend,
         )  # fmt: skip
         _, tokens, kv_heads, lanes, dim = qkv.shape
         return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values), plan

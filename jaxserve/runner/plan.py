@@ -10,6 +10,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+import pallas_kernels
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import CheckpointError, ModelConfig, resolve_max_model_len
 from jaxserve.models.kv_cache import bytes_per_block
@@ -30,6 +31,8 @@ GPU_CHUNK_TOKENS = (384, 1792)
 """Of an 8B model, steps of 12 to 17 and 45 ms on an H200."""
 MOSAIC_FROM = 512
 """Tokens of a step from which on prefill attention is Mosaic GPU's: each program of it takes a second to lower."""
+GLUON_FROM = 65
+"""Sequences of a step from which on decode attention is Gluon's: fewer are not what the power limit is reached with."""
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -54,11 +57,15 @@ class Plan:
     ladder: Ladder
     attention_backend: str
     """Of all kernels but those below."""
+    decode_backend: str
     prefill_backend: str
     linear_backend: str
     """Of matrix products of few rows."""
     async_depth: int
     max_logprobs: int
+
+    def decode_backend_of(self, bucket: Bucket) -> str:
+        return self.decode_backend if bucket.rows >= GLUON_FROM else self.attention_backend
 
     def prefill_backend_of(self, bucket: Bucket) -> str:
         small = bucket.tokens < MOSAIC_FROM and self.prefill_backend == "mosaic_gpu"
@@ -108,6 +115,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         block_size=config.block_size,
         ladder=ladder,
         attention_backend=backend,
+        decode_backend=_decode_backend(config, model, dtype, on_gpu, compute_capability),
         linear_backend=_linear_backend(config, on_gpu, compute_capability),
         prefill_backend=prefill_backend,
         # Not on a CPU, unless asked for: it has few sizes, far apart, and no time to lose on reading weights twice.
@@ -154,6 +162,19 @@ def _backends(
     if refusal and choice == "mosaic_gpu":
         raise ValueError(f"--attention-backend mosaic_gpu: {refusal}")
     return "triton", "triton" if refusal else "mosaic_gpu"
+
+
+def _decode_backend(
+    config: EngineConfig, model: ModelConfig, dtype: np.dtype, on_gpu: bool, compute_capability: str
+) -> str:
+    """Of decode attention: Gluon's on Hopper, where it can be, unless the choice is another."""
+    if config.attention_backend == "reference" or not on_gpu:
+        return "reference"
+    hopper = compute_capability.startswith("9.")
+    if config.attention_backend == "triton" or not hopper or config.tensor_parallel_size > 1:
+        return "triton"
+    groups = model.num_heads // model.num_kv_heads
+    return "gluon" if pallas_kernels.suits_decode(dtype, groups, model.head_dim, backend="gluon") else "triton"
 
 
 def _linear_backend(config: EngineConfig, on_gpu: bool, compute_capability: str) -> str:

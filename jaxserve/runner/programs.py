@@ -131,7 +131,8 @@ class ProgramBuilder:
     def _spec_of(self, bucket: Bucket) -> AttentionSpec:
         decodes_only = bucket.prefill_rows == 0
         chained = decodes_only and self._module.can_be_chained(self._model, bucket.rows, self._plan.dtype, self._spec)
-        return replace(self._spec, prefill_backend=self._plan.prefill_backend_of(bucket), chained=chained)
+        decode, prefill = self._plan.decode_backend_of(bucket), self._plan.prefill_backend_of(bucket)
+        return replace(self._spec, decode_backend=decode, prefill_backend=prefill, chained=chained)
 
     def sample(self, rows: int, variant: SamplerVariant) -> Lowered:
         """The sampling program for a number of rows."""
