@@ -50,7 +50,7 @@ IMPLEMENTATIONS: dict[str, dict[str, str]] = {
     "plan_decode": {
         "reference": "pallas_kernels.reference",
         "triton": "pallas_kernels.triton_decode",
-        "gluon": "pallas_kernels.triton_decode",
+        "gluon": "pallas_kernels.gluon_decode",
     },
     "suits_decode": {
         "gluon": "pallas_kernels.gluon_decode",

@@ -8,6 +8,7 @@ which shared memory and copies are written down, can say so.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -22,7 +23,7 @@ from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.gluon_linear import ring, rows_of
 from pallas_kernels.triton_call import is_chaining, triton_call
 from pallas_kernels.triton_chain import chained
-from pallas_kernels.triton_decode import COPIES
+from pallas_kernels.triton_decode import COPIES, plan_items
 from pallas_kernels.triton_decode_plan import ITEM
 from pallas_kernels.triton_softmax import LOG2E
 
@@ -36,12 +37,14 @@ ROWS = gl.constexpr(8)
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, items_ptr, counters_ptr, out_ptr, partial_ptr, lse_ptr, table_width,
     SCALE: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, GROUPS_PAD: gl.constexpr,
-    DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PARTS: gl.constexpr,
-    KEEP: gl.constexpr,
+    DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, AHEAD: gl.constexpr, PARTS: gl.constexpr,
+    KEEP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Grid (max_items * K,). As ``triton_decode``'s, for a cache of the queries' type and ``GROUPS`` up to ROWS."""
+    """Grid (max_items * K,). As ``triton_decode``'s, for a cache of the queries' type and ``GROUPS`` up to ROWS.
+    ``EARLY``: in a chain, where only queries and each sequence's newest key and value are not from before it."""
     gdc_launch_dependents()
-    gdc_wait()
+    if not EARLY:
+        gdc_wait()
     item, head = gl.program_id(0) // KV_HEADS, gl.program_id(0) % KV_HEADS
     number = gl.load(items_ptr)
     words = items_ptr + (1 + item) * ITEM
@@ -49,14 +52,10 @@ def decode_kernel(
     first_place, count, length = gl.load(words + 4), gl.load(words + 5), gl.load(words + 6)
     if item < number:
         row = seq * KV_HEADS + head
-        q = _load_queries(q_ptr + row * GROUPS * DIM, GROUPS, DIM)
-        table = tables_ptr + seq.to(gl.int64) * table_width
-        first_seen = start
-        if WINDOW > 0:
-            first_seen = gl.maximum(start, length - WINDOW)
         acc, peak, total = _attend(
-            q, k_ptr + head * DIM, v_ptr + head * DIM, table, start, first_seen, end, SCALE, KV_HEADS, DIM, BLOCK_SIZE,
-            TILE, STAGES,
+            q_ptr + row * GROUPS * DIM, k_ptr + head * DIM, v_ptr + head * DIM,
+            tables_ptr + seq.to(gl.int64) * table_width, start, end, length,
+            SCALE, WINDOW, KV_HEADS, GROUPS, DIM, BLOCK_SIZE, TILE, AHEAD, EARLY,
         )  # fmt: skip
         acc = acc / gl.where(total == 0.0, 1.0, total)[None, :]
         columns: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -87,12 +86,10 @@ def decode_kernel(
 
 @gluon.jit
 def _load_queries(q_ptr, GROUPS: gl.constexpr, DIM: gl.constexpr):
-    """``[ROWS, DIM]`` in shared memory, zeros beyond GROUPS."""
+    """``[ROWS, DIM]``, zeros beyond GROUPS."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
     group, dim = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, DIM, gl.SliceLayout(0, layout))
-    q = gl.load(q_ptr + group[:, None] * DIM + dim[None, :], mask=(group < GROUPS)[:, None], other=0.0)
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, DIM], q_ptr.dtype.element_ty)
-    return gl.allocate_shared_memory(q_ptr.dtype.element_ty, [ROWS, DIM], shared, q)
+    return gl.load(q_ptr + group[:, None] * DIM + dim[None, :], mask=(group < GROUPS)[:, None], other=0.0)
 
 
 @gluon.jit
@@ -107,6 +104,17 @@ def _copy(tile, cache_ptr, blocks, at, first_seen, end, KV_HEADS: gl.constexpr, 
     offset = (blocks.to(gl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * (KV_HEADS * DIM)
     seen = (position >= first_seen) & (position < end)
     async_copy.async_copy_global_to_shared(tile, cache_ptr + offset[:, None] + dim[None, :], mask=seen[:, None])
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _after(slot, RING: gl.constexpr):
+    return gl.where(slot == RING - 1, 0, slot + 1)
+
+
+@gluon.jit
+def _before(slot, RING: gl.constexpr):
+    return gl.where(slot == 0, RING - 1, slot - 1)
 
 
 @gluon.jit
@@ -118,55 +126,93 @@ def _blocks(table, at, end, TILE: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: g
 
 @gluon.jit
 def _attend(
-    q, k_ptr, v_ptr, table, start, first_seen, end,
-    SCALE: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr,
+    q_ptr, k_ptr, v_ptr, table, start, end, length,
+    SCALE: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """An online softmax over the keys from ``start`` to ``end``, of which those from ``first_seen`` count: weighted sum
-    of values ``[DIM, ROWS]``, highest score and sum of weights ``[ROWS]``."""
+    """An online softmax over the keys from ``start`` to ``end``: the weighted sum of values ``[DIM, ROWS]``, the
+    highest score and the sum of weights ``[ROWS]``."""
     dtype: gl.constexpr = k_ptr.dtype.element_ty
-    keys, values = ring(STAGES, TILE, DIM, dtype), ring(STAGES, TILE, DIM, dtype)
-    shared: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, TILE], dtype)
-    shared_weights = gl.allocate_shared_memory(dtype, [ROWS, TILE], shared)
+    # A ring of tiles, keys and values by turns; each is asked for when the one in front of it has been used.
+    RING: gl.constexpr = 2 * AHEAD + 1
+    tiles = ring(RING, TILE, DIM, dtype)
+    shared_queries, shared_weights = ring(1, ROWS, DIM, dtype).index(0), ring(1, ROWS, TILE, dtype).index(0)
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     peak = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(0, mma))
     total = gl.zeros([TILE, ROWS], gl.float32, mma)
     acc = gl.zeros([DIM, ROWS], gl.float32, mma)
-    for s in gl.static_range(STAGES - 1):
-        blocks = _blocks(table, start + s * TILE, end, TILE, DIM, BLOCK_SIZE)
-        _copy(keys.index(s), k_ptr, blocks, start + s * TILE, first_seen, end, KV_HEADS, BLOCK_SIZE)
-        _copy(values.index(s), v_ptr, blocks, start + s * TILE, first_seen, end, KV_HEADS, BLOCK_SIZE)
-        async_copy.commit_group()
+    first, stop = start, end
+    if WINDOW > 0:
+        first = gl.maximum(start, length - WINDOW)
+    if EARLY:
+        stop = gl.minimum(end, length - 1)
+    for n in gl.static_range(AHEAD):
+        at = start + n * TILE
+        blocks = _blocks(table, at, stop, TILE, DIM, BLOCK_SIZE)
+        _copy(tiles.index(2 * n), k_ptr, blocks, at, first, stop, KV_HEADS, BLOCK_SIZE)
+        _copy(tiles.index(2 * n + 1), v_ptr, blocks, at, first, stop, KV_HEADS, BLOCK_SIZE)
     # Blocks are looked up a tile ahead, so that the copies of keys and values do not wait for them.
-    next_blocks = _blocks(table, start + (STAGES - 1) * TILE, end, TILE, DIM, BLOCK_SIZE)
-    stage = 0
-    for at in range(start, end, TILE):
-        async_copy.wait_group(STAGES - 2)
-        free = gl.where(stage == 0, STAGES - 1, stage - 1)
-        ahead = at + (STAGES - 1) * TILE
-        gl.barrier()  # nobody reads any more what stands there
-        _copy(keys.index(free), k_ptr, next_blocks, ahead, first_seen, end, KV_HEADS, BLOCK_SIZE)
-        _copy(values.index(free), v_ptr, next_blocks, ahead, first_seen, end, KV_HEADS, BLOCK_SIZE)
-        async_copy.commit_group()
-        scores = warpgroup_mma(
-            keys.index(stage), q.permute((1, 0)), gl.zeros([TILE, ROWS], gl.float32, mma), use_acc=False
-        )
-        next_blocks = _blocks(table, ahead + TILE, end, TILE, DIM, BLOCK_SIZE)
+    blocks = _blocks(table, start + AHEAD * TILE, stop, TILE, DIM, BLOCK_SIZE)
+    if EARLY:
+        gdc_wait()
+    q = _load_queries(q_ptr, GROUPS, DIM)
+    shared_queries.store(q)
+    fence_async_shared()
+    slot = 0
+    for at in range(start, stop, TILE):
+        ahead = at + AHEAD * TILE
+        async_copy.wait_group(2 * AHEAD - 1)
+        gl.barrier()  # all see the tile, and nobody uses the one in front any more
+        _copy(tiles.index(_before(slot, RING)), k_ptr, blocks, ahead, first, stop, KV_HEADS, BLOCK_SIZE)
+        nothing = gl.zeros([TILE, ROWS], gl.float32, mma)
+        scores = warpgroup_mma(tiles.index(slot), shared_queries.permute((1, 0)), nothing, use_acc=False) * SCALE
+        next_blocks = _blocks(table, ahead + TILE, stop, TILE, DIM, BLOCK_SIZE)
         position = at + gl.arange(0, TILE, gl.SliceLayout(1, mma))
-        seen = (position >= first_seen) & (position < end)
-        scores = gl.where(seen[:, None], scores * SCALE, float("-inf"))
-        new_peak = gl.maximum(peak, gl.max(scores, 0))
-        base = gl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet must not give inf - inf
-        weights = gl.exp2(scores - base[None, :])
-        keep = gl.exp2(peak - base)
-        peak = new_peak
+        weights, keep, peak = _weigh(scores, ((position >= first) & (position < stop))[:, None], peak)
         total = total * keep[None, :] + weights
         shared_weights.store(gl.permute(weights.to(dtype), (1, 0)))
         fence_async_shared()
-        acc = warpgroup_mma(values.index(stage).permute((1, 0)), shared_weights.permute((1, 0)), acc * keep[None, :])
-        stage = gl.where(stage == STAGES - 1, 0, stage + 1)
+        slot = _after(slot, RING)
+        async_copy.wait_group(2 * AHEAD - 1)
+        gl.barrier()
+        _copy(tiles.index(_before(slot, RING)), v_ptr, blocks, ahead, first, stop, KV_HEADS, BLOCK_SIZE)
+        acc = warpgroup_mma(tiles.index(slot).permute((1, 0)), shared_weights.permute((1, 0)), acc * keep[None, :])
+        slot, blocks = _after(slot, RING), next_blocks
     async_copy.wait_group(0)
-    return acc, peak, gl.sum(total, 0)
+    sums = gl.sum(total, 0)
+    if EARLY:  # noqa: SIM102 (what is constant is an if of its own)
+        if (end == length) & (length > 0):
+            acc, peak, sums = _attend_newest(
+                q, k_ptr, v_ptr, table, length - 1, acc, peak, sums, SCALE, KV_HEADS, DIM, BLOCK_SIZE
+            )
+    return acc, peak, sums
+
+
+@gluon.jit
+def _weigh(scores, seen, peak):
+    """The weights of scores, those of former weights, and the highest score so far."""
+    scores = gl.where(seen, scores, float("-inf"))
+    new_peak = gl.maximum(peak, gl.max(scores, 0))
+    base = gl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet must not give inf - inf
+    return gl.exp2(scores - base[None, :]), gl.exp2(peak - base), new_peak
+
+
+@gluon.jit
+def _attend_newest(
+    q, k_ptr, v_ptr, table, position, acc, peak, total,
+    SCALE: gl.constexpr, KV_HEADS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+):  # fmt: skip
+    """Take in the key and the value at one more position."""
+    block = gl.load(table + position // BLOCK_SIZE).to(gl.int64)
+    offset = (block * BLOCK_SIZE + position % BLOCK_SIZE) * (KV_HEADS * DIM)
+    key = gl.load(k_ptr + offset + gl.arange(0, DIM, gl.SliceLayout(0, q.type.layout)))
+    value = gl.load(v_ptr + offset + gl.arange(0, DIM, gl.SliceLayout(1, acc.type.layout))).to(gl.float32)
+    score = gl.sum(q.to(gl.float32) * key.to(gl.float32)[None, :], 1) * SCALE
+    score = gl.convert_layout(score, peak.type.layout)
+    new_peak = gl.maximum(peak, score)
+    weight, keep = gl.exp2(score - new_peak), gl.exp2(peak - new_peak)
+    rounded = weight.to(k_ptr.dtype.element_ty).to(gl.float32)
+    return acc * keep[None, :] + value[:, None] * rounded[None, :], new_peak, total * keep + weight
 
 
 @gluon.jit
@@ -198,14 +244,39 @@ def _combine(
     gl.store(out + group * DIM + dim, result.to(out.dtype.element_ty), mask=group < GROUPS)
 
 
-TILE, STAGES, WARPS = 64, 2, 4
-"""Keys a step of the loop, and of how many steps there is room for: three programs share a multiprocessor. Where
-sequences are of 2,000 tokens, three stages are 2 % faster, and 3 % slower where they are of 576."""
+@dataclass(frozen=True)
+class Tuning:
+    """How programs work; found by measuring on an H200."""
+
+    ahead: int
+    """Tiles of keys, and of values, that are asked for before they are needed."""
+    programs: int
+    """About as many as run at once."""
+
+
+FEW_ROWS = Tuning(ahead=2, programs=264)
+"""Two programs a multiprocessor, and no room for more: in a chain they come while the kernel in front still runs, and
+where four could be on one multiprocessor others would have none."""
+MANY_ROWS = Tuning(ahead=1, programs=528)
+"""Four programs a multiprocessor."""
+TILE, WARPS = 64, 4
+"""Keys of a tile: the fewest rows of a product by four warps."""
+
+
+def choose_tuning(num_seqs: int) -> Tuning:
+    return FEW_ROWS if num_seqs <= 32 else MANY_ROWS
 
 
 def suits_decode(dtype: jnp.dtype, groups: int, dim: int) -> bool:
     """Whether the kernel takes queries and keys of this type, so many query heads a KV head, and heads of this size."""
     return dtype in (jnp.bfloat16, jnp.float16) and groups <= ROWS.value and dim in (64, 128)
+
+
+def plan_decode(
+    seq_lens: Array, *, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None
+) -> DecodePlan:
+    programs = choose_tuning(seq_lens.shape[0]).programs
+    return plan_items(seq_lens, programs, kv_heads, max_seq_len, window, split_size)
 
 
 def decode_attention(
@@ -224,9 +295,9 @@ def decode_attention(
     assert k_scale is None, "for the Triton kernel"
     assert v_scale is None, "for the Triton kernel"
     items, counters = plan.arrays
-    run = partial(_attend_all, scale=scale, window=plan.window)
-    launch = run if is_chaining() else chained(run)
-    attended, counters = launch(q, k_cache, v_cache, block_tables, items, counters, into)
+    early = is_chaining()
+    run = partial(_attend_all, scale=scale, window=plan.window, early=early)
+    attended, counters = (run if early else chained(run))(q, k_cache, v_cache, block_tables, items, counters, into)
     return attended, DecodePlan((items, counters), plan.window, plan.split_size)
 
 
@@ -241,13 +312,14 @@ def _attend_all(
     *,
     scale: float,
     window: int | None,
+    early: bool,
 ) -> tuple[Array, Array]:
     """Attention, and the counters."""
     _, block_size, kv_heads, dim = k_cache.shape
     groups, max_items = q.shape[1] // kv_heads, items.shape[0] - 1
     groups_pad = triton.next_power_of_2(groups)
-    # Partial results that are loaded at once: 64 values a thread, 16 results at most.
-    parts = max(1, min(16, 64 * 32 * WARPS // (groups_pad * dim)))
+    # Partial results that are loaded at once: 32 values a thread, or too few programs would share a multiprocessor.
+    parts = max(1, min(8, 32 * 32 * WARPS // (groups_pad * dim)))
     done, out = jax.new_ref(counters), [] if into is None else [jax.new_ref(into)]
     scratch = [
         jax.ShapeDtypeStruct((max_items, kv_heads, groups, dim), jnp.float32),
@@ -256,9 +328,9 @@ def _attend_all(
     results = triton_call(
         q, k_cache, v_cache, block_tables, items, done, *out, kernel=decode_kernel, grid=(max_items * kv_heads,),
         out_type=scratch if out else [jax.ShapeDtypeStruct(q.shape, q.dtype), *scratch], num_warps=WARPS,
-        num_stages=STAGES,
         table_width=block_tables.shape[1], SCALE=scale * LOG2E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUPS=groups,
-        GROUPS_PAD=groups_pad, DIM=dim, BLOCK_SIZE=block_size, TILE=TILE, STAGES=STAGES, PARTS=parts,
-        KEEP=into is not None,
+        GROUPS_PAD=groups_pad, DIM=dim, BLOCK_SIZE=block_size, TILE=TILE, AHEAD=choose_tuning(len(block_tables)).ahead,
+        PARTS=parts,
+        KEEP=into is not None, EARLY=early,
     )  # fmt: skip
     return jax.freeze(out[0]) if out else results[0], jax.freeze(done)

@@ -245,10 +245,17 @@ def launch_decode(
 def plan_decode(
     seq_lens: Array, *, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None
 ) -> DecodePlan:
-    num_seqs = seq_lens.shape[0]
+    programs = choose_tuning(seq_lens.shape[0], split_size).programs
+    return plan_items(seq_lens, programs, kv_heads, max_seq_len, window, split_size)
+
+
+def plan_items(
+    seq_lens: Array, programs: int, kv_heads: int, max_seq_len: int, window: int | None, split_size: int | None
+) -> DecodePlan:
+    """A plan for about so many programs."""
     launch = launch_plan(
-        num_seqs, kv_heads=kv_heads, programs=choose_tuning(num_seqs, split_size).programs, max_seq_len=max_seq_len,
-        window=window, split_size=split_size,
+        seq_lens.shape[0], kv_heads=kv_heads, programs=programs, max_seq_len=max_seq_len, window=window,
+        split_size=split_size,
     )  # fmt: skip
     items, counters = triton_call(
         seq_lens, kernel=plan_kernel, grid=(1,), num_warps=8,

@@ -112,6 +112,7 @@ class EngineCore:
                 "cache_dtype": str(plan.dtype),
                 "attention_backend": plan.attention_backend,
                 "enable_prefix_caching": str(prefix_caching),
+                "decode_backend": plan.decode_backend,
                 "prefill_backend": plan.prefill_backend,
             },
             compile_counts=compiles.counts,

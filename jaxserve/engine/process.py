@@ -230,7 +230,7 @@ def describe(core: EngineCore) -> str:
     """The engine's size in a line."""
     info, plan = core.info, core.runner.plan
     return (
-        f"{plan.dtype}, attention on {plan.attention_backend} (prefill on {plan.prefill_backend}),"
+        f"{plan.dtype}, attention on {plan.decode_backend} (prefill on {plan.prefill_backend}),"
         f" up to {plan.max_num_seqs} sequences at once, {info.max_model_len} tokens each,"
         f" KV cache of {info.max_kv_tokens} tokens"
     )

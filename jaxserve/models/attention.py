@@ -49,12 +49,12 @@ class AttentionSpec:
 
     mesh: Mesh
     backend: str
+    """Of all kernels but those below."""
+    decode_backend: str
     prefill_backend: str
     linear_backend: str
     """Of matrix products of few rows; ``reference``: all products are XLA's."""
     scale: float
-    decode_backend: str | None = None
-    """If it is another one."""
     chained: bool = False
     """Whether the layers' kernels are launched as a chain: see ``pallas_kernels.chained``."""
 
@@ -69,7 +69,7 @@ def plan_decode(
         kv_heads=kv_heads // spec.mesh.shape["tp"],
         max_seq_len=inputs.decode_block_tables.shape[1] * block_size,
         window=window,
-        backend=spec.backend,
+        backend=spec.decode_backend,
     )
     run = jax.shard_map(plan, mesh=spec.mesh, in_specs=P(), out_specs=P(), check_vma=False)
     return run(inputs.decode_seq_lens)
@@ -101,7 +101,7 @@ def attend(
             )  # fmt: skip
         attended, plan = pallas_kernels.decode_attention(
             q, keys, values, at.decode_block_tables, at.decode_seq_lens, plan,
-            scale=spec.scale, into=prefill, backend=spec.decode_backend or spec.backend,
+            scale=spec.scale, into=prefill, backend=spec.decode_backend,
         )  # fmt: skip
         _, tokens, kv_heads, lanes, dim = qkv.shape
         return attended.reshape(tokens, kv_heads, lanes - 2, dim), (keys, values), plan

@@ -31,8 +31,6 @@ GPU_CHUNK_TOKENS = (384, 1792)
 """Of an 8B model, steps of 12 to 17 and 45 ms on an H200."""
 MOSAIC_FROM = 512
 """Tokens of a step from which on prefill attention is Mosaic GPU's: each program of it takes a second to lower."""
-GLUON_FROM = 65
-"""Sequences of a step from which on decode attention is Gluon's: fewer are not what the power limit is reached with."""
 NUMPY_DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
     "float16": np.dtype(np.float16),
@@ -63,9 +61,6 @@ class Plan:
     """Of matrix products of few rows."""
     async_depth: int
     max_logprobs: int
-
-    def decode_backend_of(self, bucket: Bucket) -> str:
-        return self.decode_backend if bucket.rows >= GLUON_FROM else self.attention_backend
 
     def prefill_backend_of(self, bucket: Bucket) -> str:
         small = bucket.tokens < MOSAIC_FROM and self.prefill_backend == "mosaic_gpu"
@@ -171,7 +166,7 @@ def _decode_backend(
     if config.attention_backend == "reference" or not on_gpu:
         return "reference"
     hopper = compute_capability.startswith("9.")
-    if config.attention_backend == "triton" or not hopper or config.tensor_parallel_size > 1:
+    if config.attention_backend == "triton" or not hopper:
         return "triton"
     groups = model.num_heads // model.num_kv_heads
     return "gluon" if pallas_kernels.suits_decode(dtype, groups, model.head_dim, backend="gluon") else "triton"

@@ -88,7 +88,12 @@ class ProgramBuilder:
         self._on_gpu = mesh.devices.flat[0].platform != "cpu"
         self._replicated = NamedSharding(mesh, P())
         self._spec = AttentionSpec(
-            mesh, plan.attention_backend, plan.prefill_backend, plan.linear_backend, model.head_dim**-0.5
+            mesh,
+            plan.attention_backend,
+            plan.decode_backend,
+            plan.prefill_backend,
+            plan.linear_backend,
+            model.head_dim**-0.5,
         )
         self._params = jax.tree.map(lambda a: self._shape(a.shape, a.dtype, a.sharding), params)
         self.cache: KVCache = cache_shapes(model, num_blocks, plan.block_size, plan.dtype, mesh)
@@ -131,8 +136,7 @@ class ProgramBuilder:
     def _spec_of(self, bucket: Bucket) -> AttentionSpec:
         decodes_only = bucket.prefill_rows == 0
         chained = decodes_only and self._module.can_be_chained(self._model, bucket.rows, self._plan.dtype, self._spec)
-        decode, prefill = self._plan.decode_backend_of(bucket), self._plan.prefill_backend_of(bucket)
-        return replace(self._spec, decode_backend=decode, prefill_backend=prefill, chained=chained)
+        return replace(self._spec, prefill_backend=self._plan.prefill_backend_of(bucket), chained=chained)
 
     def sample(self, rows: int, variant: SamplerVariant) -> Lowered:
         """The sampling program for a number of rows."""

@@ -23,9 +23,10 @@ pytestmark = pytest.mark.gpu
 LAYERS, BLOCK, WIDTH, RUNS = 4, 16, 32, 30
 
 
-@pytest.fixture(scope="module")
-def spec() -> AttentionSpec:
-    return AttentionSpec(Mesh(np.array(jax.devices()[:1]), ("tp",)), "triton", "triton", "triton", 128**-0.5)
+@pytest.fixture(scope="module", params=["gluon", "triton"])
+def spec(request: pytest.FixtureRequest) -> AttentionSpec:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
+    return AttentionSpec(mesh, "triton", request.param, "triton", "triton", 128**-0.5)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_a_chain_is_as_exact_as_its_kernels_one_by_one(rows: int, params: llama.
         return max(map(error, jax.tree.leaves(got), exact))
 
     with jax.default_matmul_precision("highest"):
-        reference = dict.fromkeys(("backend", "prefill_backend", "linear_backend"), "reference")
+        reference = dict.fromkeys(("backend", "decode_backend", "prefill_backend", "linear_backend"), "reference")
         exact = jax.tree.leaves(run(jnp.float32, **reference)())
     step = run(jnp.bfloat16, chained=True)
     first = step()

@@ -13,23 +13,24 @@ from jaxserve.runner.plan import BLOCKS_ROUNDED_TO, make_plan, num_blocks
 CPU, AMPERE, HOPPER = ("cpu", ""), ("gpu", "8.0"), ("gpu", "9.0")
 
 
-def backends(device, head_dim=128, **options):
-    model = replace(LLAMA_8B(1), head_dim=head_dim)
+def backends(device, head_dim=128, num_heads=32, **options):
+    model = replace(LLAMA_8B(1), head_dim=head_dim, num_heads=num_heads)
     plan = make_plan(EngineConfig(model="8B", **options), model, *device)
-    return plan.attention_backend, plan.prefill_backend
+    return plan.attention_backend, plan.decode_backend, plan.prefill_backend
 
 
 @pytest.mark.parametrize(
     ("device", "options", "expected"),
     [
-        (CPU, {}, ("reference", "reference")),
-        (AMPERE, {}, ("triton", "triton")),
-        (HOPPER, {}, ("triton", "mosaic_gpu")),
-        (HOPPER, {"head_dim": 80}, ("triton", "triton")),
-        (HOPPER, {"dtype": "float32"}, ("triton", "triton")),
-        (HOPPER, {"attention_backend": "triton"}, ("triton", "triton")),
-        (HOPPER, {"attention_backend": "mosaic_gpu"}, ("triton", "mosaic_gpu")),
-        (HOPPER, {"attention_backend": "reference"}, ("reference", "reference")),
+        (CPU, {}, ("reference", "reference", "reference")),
+        (AMPERE, {}, ("triton", "triton", "triton")),
+        (HOPPER, {}, ("triton", "gluon", "mosaic_gpu")),
+        (HOPPER, {"head_dim": 80}, ("triton", "triton", "triton")),
+        (HOPPER, {"num_heads": 128}, ("triton", "triton", "mosaic_gpu")),
+        (HOPPER, {"dtype": "float32"}, ("triton", "triton", "triton")),
+        (HOPPER, {"attention_backend": "triton"}, ("triton", "triton", "triton")),
+        (HOPPER, {"attention_backend": "mosaic_gpu"}, ("triton", "gluon", "mosaic_gpu")),
+        (HOPPER, {"attention_backend": "reference"}, ("reference", "reference", "reference")),
     ],
 )
 def test_a_choice_is_kept(device, options, expected):
