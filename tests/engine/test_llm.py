@@ -35,6 +35,20 @@ def test_what_an_answer_says_of_itself(llm):
     assert model.generate(prompt, GREEDY)[0].outputs[0].cumulative_logprob is None
 
 
+def test_long_answers_begin_first(llm, monkeypatch):
+    """Of several that may be as long, the first; answers come in the order of the prompts."""
+    model = llm("tiny-llama-3.1")
+    added = []
+    add = model.engine.add_request
+    monkeypatch.setattr(model.engine, "add_request", lambda request: (added.append(request), add(request)))
+    limits = [2, 5, 3, 5]
+    params = [SamplingParams(temperature=0.0, max_tokens=limit, ignore_eos=True) for limit in limits]
+    outputs = model.generate([[10 + i] * 3 for i in range(4)], params)
+    assert [request.prompt_token_ids[0] for request in added] == [11, 13, 12, 10]
+    assert [output.prompt_token_ids[0] for output in outputs] == [10, 11, 12, 13]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == limits
+
+
 def test_one_stop_string_is_one_string():
     assert SamplingParams(stop="END", bad_words="no").stop == ("END",)
 

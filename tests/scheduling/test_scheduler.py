@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -56,8 +57,9 @@ def test_steps_are_short_while_sequences_decode_and_longer_the_more_prompt_token
     assert sorted(sizes, reverse=True) == sizes
 
 
-def seven_decode(max_num_seqs: int) -> Scheduler:
-    scheduler = make_scheduler(num_blocks=400, max_num_seqs=max_num_seqs, budget=64, prefill_rows=8, **SIZES)
+def seven_decode(max_num_seqs: int, **limits: Any) -> Scheduler:
+    how = SIZES | {"num_blocks": 400, "budget": 64, "prefill_rows": 8} | limits
+    scheduler = make_scheduler(max_num_seqs=max_num_seqs, **how)
     for _ in range(7):
         scheduler.add(make_request(2, 50))
     run_step(scheduler)
@@ -100,6 +102,12 @@ def test_nobody_waits_for_others_for_long():
         scheduler.add(make_request(4, 2))
         steps = [bool(run_step(scheduler).prefill) for _ in range(8)]
         assert steps == [False] * MAX_POSTPONED + [True, False, False, False]
+
+
+def test_the_last_prompts_of_a_batch_wait_for_nobody():
+    scheduler = seven_decode(max_num_seqs=10, chunk_tokens=(64, 64))
+    scheduler.add(make_request(4))
+    assert run_step(scheduler).prefill
 
 
 def test_where_few_decode_nobody_waits_for_others():
