@@ -13,7 +13,8 @@ import triton.language as tl
 
 from pallas_kernels.adjust import SEEN_MAX, Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
-from pallas_kernels.triton_sampling import SamplingPlan, plan_sampling, run_kernel
+from pallas_kernels.triton_early import enter
+from pallas_kernels.triton_sampling import SamplingPlan, plan_sampling, run_chained
 from pallas_kernels.triton_sampling_kernels import exponentials, summarize
 
 Array = jax.Array
@@ -30,10 +31,13 @@ def adjust_kernel(
     out_ptr, sums_ptr, stats_ptr, best_ptr, sample_ptr,
     WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R, chunks): ``out[R, VOCAB]``; ``sums[R, 2, chunks]``, each chunk's largest logit and sum of exponentials
     relative to it; and what ``summarize`` says of the result. ``allowed`` are WORDS words of bits a row;
     ``edited[R, EDIT_BLOCKS]`` says which blocks of EDITS have any."""
+    if CHAINED:
+        enter()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
@@ -96,7 +100,7 @@ def adjust_logits(
     logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, edits: Edits, rows: SamplingRows
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     operands = (seen, slots, *penalties, allowed)
-    adjusted, sums, *stats = run_adjust(run_kernel, plan_sampling(*logits.shape), logits, operands, edits, rows)
+    adjusted, sums, *stats = run_adjust(run_chained, plan_sampling(*logits.shape), logits, operands, edits, rows)
     return adjusted, normalizers_of(sums), tuple(stats)
 
 

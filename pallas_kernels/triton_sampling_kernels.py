@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_early import enter
+
 TINY = tl.constexpr(2.0**-126)
 LEAST = tl.constexpr(-3.4028234663852886e38)
 """The least finite float."""
@@ -120,8 +122,11 @@ def summarize(
 def stats_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R, chunks): what ``summarize`` says of each chunk."""
+    if CHAINED:
+        enter()
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
@@ -187,9 +192,12 @@ def pivot_kernel(
     temperature_ptr, top_p_ptr, top_k_ptr, min_p_ptr, stats_ptr, sample_ptr, bounds_ptr,
     VOCAB: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
     SAMPLE: tl.constexpr, SAMPLE_PAD: tl.constexpr, LISTED: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R,): ``bounds[R, 4]``: two logits between which the cut lies, both the floor if there is none; the largest
     logit; and the floor, the least logit that min-p keeps."""
+    if CHAINED:
+        enter()
     row = tl.program_id(0)
     temperature = tl.load(temperature_ptr + row)
     top_p, top_k, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
@@ -234,6 +242,7 @@ def draw_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
     stats_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R, chunks). Of the tokens at or above the upper bound the first and second ``arrival[R, 2, chunks]``, and
     the id (``best``) of the first; the ids of those between the bounds: their ``count[R, chunks]``, and the first
@@ -243,6 +252,8 @@ def draw_kernel(
     The best noisy score is that of the least exponential variate over weight. An arrival is somewhat less than that: it
     has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens.
     """
+    if CHAINED:
+        enter()
     row, chunk = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pallas_kernels.triton_early import enter
 from pallas_kernels.triton_sampling_kernels import (
     STEP,
     TINY,
@@ -231,9 +232,12 @@ def resolve_kernel(
     stats_ptr, argmax_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr,
     out_ptr, normalizer_ptr, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R,): a token id a row, and the logarithm of the row's sum of exponentials. ``tokens[R, CAPACITY]`` and
     ``ids[R, CAPACITY]`` are scratch."""
+    if CHAINED:
+        enter()
     row, chunk = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     here, place = chunk < CHUNKS, row * CHUNKS + chunk
     peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
