@@ -197,10 +197,18 @@ def kernel_runs(directory: Path) -> list[KernelRun]:
 
 
 def kernel_seconds(directory: Path) -> dict[str, float]:
-    """What the kernels of a trace took on the device, by name."""
+    """How long the kernels of a trace kept the device busy, by name. Of kernels that overlap each counts for what it
+    adds to those that ended before, so that the sum is the time in which any ran."""
     seconds: dict[str, float] = defaultdict(float)
+    busy: list[tuple[float, float]] = []  # from when to when, in order
     for run in kernel_runs(directory):
-        seconds[run.name] += run.end - run.start
+        start, added = run.start, run.end - run.start
+        while busy and busy[-1][1] > start:
+            since, until = busy.pop()
+            added -= until - max(since, start)
+            start = min(since, start)
+        busy.append((start, run.end))
+        seconds[run.name] += added
     return seconds
 
 

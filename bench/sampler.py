@@ -2,7 +2,8 @@
 
     python bench/sampler.py [--rows 1 32 256] [--vocab 128256] [--backend triton] [--json FILE]
 
-Microseconds on the device, from a trace, of all kernels of a step's sampling program. "normal" logits are those of
+Microseconds on the device, from a trace, of all kernels of a step's sampling program; kernels overlap, and each counts
+for the time from the end of the one in front to its own. "normal" logits are those of
 random weights, of which top-p keeps tens of thousands; "peaked" ones have few likely tokens, as a trained model's;
 "bf16" ones are normal and many of them equal. One pass over the logits of 256 rows takes 29 us at 4.5 TB/s.
 """
@@ -32,6 +33,7 @@ from bench.offline import machine
 from jaxserve.request import SamplingParams
 from jaxserve.runner.batch import BatchState, sampling_words
 from jaxserve.runner.options import OptionsState, load_row, mask_words, options_shapes, pack_row
+from jaxserve.runner.plan import chains_sampling
 from jaxserve.runner.sampler import Kind, SamplerVariant, choose_tokens, choose_with_options
 from jaxserve.scheduling.schedule import RowOptions, RowSampling
 
@@ -98,6 +100,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     print(machine())
+    capability = getattr(jax.devices()[0], "compute_capability", "")
+    how = dict(backend=arguments.backend, chained=chains_sampling(arguments.backend, capability))
     results = []
     for count in arguments.rows:
         logits = {kind: make_logits(kind, count, arguments.vocab) for kind in ("normal", "peaked", "bf16")}
@@ -106,8 +110,8 @@ def main() -> None:
             for kind, values in logits.items():
                 operands = (state, options, values)
                 expected = step(*operands, variant=case.variant, backend="reference")
-                got = step(*operands, variant=case.variant, backend=arguments.backend)
-                times = measure(partial(step, *operands, variant=case.variant, backend=arguments.backend))
+                got = step(*operands, variant=case.variant, **how)
+                times = measure(partial(step, *operands, variant=case.variant, **how))
                 total = sum(times.values())
                 parts = ", ".join(f"{name.removesuffix('_kernel')} {us:.0f}" for name, us in times.most_common(6))
                 line = f"{count:>4} {kind:>7} {case.name:<24}{total:>7.1f} us  {compare(got, expected)}  {parts}"
@@ -117,15 +121,21 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": results}, indent=1) + "\n", "utf-8")
 
 
-@partial(jax.jit, static_argnames=("variant", "backend"))
+@partial(jax.jit, static_argnames=("variant", "backend", "chained"))
 def step(
-    state: BatchState, options: OptionsState, logits: jax.Array, *, variant: SamplerVariant, backend: str
+    state: BatchState,
+    options: OptionsState,
+    logits: jax.Array,
+    *,
+    variant: SamplerVariant,
+    backend: str,
+    chained: bool = False,
 ) -> jax.Array:
     """What the runner's sampling program computes."""
     count, vocab = logits.shape
     slots = jnp.arange(count, dtype=jnp.int32)
     rows = jnp.stack([slots, slots + 1100, jnp.ones_like(slots)])
-    how: dict[str, Any] = dict(variant=variant, backend=backend, max_logprobs=20)
+    how: dict[str, Any] = dict(variant=variant, backend=backend, chained=chained, max_logprobs=20)
     if variant.kind is Kind.FULL:
         mask = jnp.full((count, mask_words(vocab)), -1, jnp.int32)
         return choose_with_options(state, options, logits, rows, mask, **how)[-1]
@@ -141,7 +151,7 @@ def compare(got: jax.Array, expected: jax.Array) -> str:
 
 
 def measure(call: Callable[[], Any]) -> Counter[str]:
-    """Microseconds that each kernel takes in a call."""
+    """Microseconds that each kernel adds to a call."""
     for _ in range(3):
         jax.block_until_ready(call())
     with tempfile.TemporaryDirectory() as directory:

@@ -23,11 +23,21 @@ class Penalties(NamedTuple):
     repetition: Array  # float32 [R]; divides or multiplies logits of generated and prompt tokens; 1 does nothing
 
 
+EDITS_AT_ONCE = 256
+"""Edits come in blocks of so many."""
+
+
 class Edits(NamedTuple):
-    """What is added to single logits of R rows."""
+    """What is added to single logits of R rows: E edits a row, a multiple of EDITS_AT_ONCE."""
 
     ids: Array  # int32 [R, E]; V and more: none
-    values: Array  # float32 [R, E]
+    used: Array  # int32 [R, E / EDITS_AT_ONCE]; 0: a block without any
+    values: Array  # float32 [S, E]; of all slots
+
+    @classmethod
+    def of(cls, ids: Array, values: Array, vocab: int) -> Edits:
+        used = (ids.reshape(len(ids), -1, EDITS_AT_ONCE) < vocab).any(-1)
+        return cls(ids, used.astype(jnp.int32), values)
 
 
 def adjust_logits(
@@ -42,5 +52,13 @@ def adjust_logits(
     ids = jnp.arange(logits.shape[1])
     bits = (allowed[:, ids // 32] >> (ids % 32)) & 1
     adjusted = jnp.where(bits == 1, adjusted, -jnp.inf)
-    adjusted = adjusted.at[jnp.arange(len(slots))[:, None], edits.ids].add(edits.values, mode="drop")
-    return adjusted, log_normalizers(logits), ()
+    adjusted = adjusted.at[jnp.arange(len(slots))[:, None], edits.ids].add(edits.values[slots], mode="drop")
+    whole = log_normalizers(logits)
+    return adjusted, jnp.stack([whole, jnp.ones_like(whole)], 1)[:, :, None], ()
+
+
+def normalizers_of(sums: Array) -> Array:
+    """The logarithms of rows' sums of exponentials ``[R]``, of ``sums[R, 2, C]``: of C parts of a row a logarithm, and
+    the sum relative to it."""
+    peaks = sums[:, 0].max(-1, keepdims=True)
+    return peaks[:, 0] + jnp.log(jnp.sum(sums[:, 1] * jnp.exp(sums[:, 0] - peaks), -1))

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.adjust import Edits, Penalties
+from pallas_kernels.adjust import Edits, Penalties, normalizers_of
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.sampling import SamplingRows
 
@@ -106,6 +106,12 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
 def _may_launch() -> bool:
     """Whether kernels may be launched by ourselves, not XLA, as those in Gluon must be."""
     return not os.environ.get("JAXSERVE_TRITON")
+
+
+def _launched(operation: str, backend: str, as_chain: bool) -> Callable[..., Any]:
+    """An implementation, as a chain of kernels where that is wanted."""
+    run = _implementation(operation, backend)
+    return chained(run) if as_chain else run
 
 
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: str) -> tuple[Array, Array]:
@@ -263,6 +269,7 @@ def adjust_logits(
     rows: SamplingRows,
     *,
     backend: str,
+    chained: bool = False,
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed, plus edits; the logarithm of each row's
     sum of exponentials before that, float32 ``[R]``, NaN where a logit is not finite; and what ``sample`` of the
@@ -272,18 +279,26 @@ def adjust_logits(
     it; ``slots[R]`` are the rows' own. ``allowed[R, ceil(V / 32)]`` holds a bit a token, id i in bit i % 32 of word
     i // 32.
     Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
+    ``chained``: as in ``sample``.
     """
-    run = _implementation("adjust_logits", backend)
-    result: tuple[Array, Array, tuple[Array, ...]] = run(logits, seen, slots, penalties, allowed, edits, rows)
-    return result
+    run = _launched("adjust_logits", backend, chained)
+    adjusted, sums, stats = run(logits, seen, slots, penalties, allowed, edits, rows)
+    return adjusted, normalizers_of(sums), stats
 
 
 def sample(
-    logits: Array, rows: SamplingRows, positions: Array, *, backend: str, stats: tuple[Array, ...] = ()
+    logits: Array,
+    rows: SamplingRows,
+    positions: Array,
+    *,
+    backend: str,
+    stats: tuple[Array, ...] = (),
+    chained: bool = False,
 ) -> tuple[Array, Array]:
     """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
     exponentials, float32 ``[R]``, NaN where a logit is not finite; ``positions[R]`` is where the token will stand.
     Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding. With ``stats`` of
-    ``adjust_logits`` the logarithms are nobody's."""
-    result: tuple[Array, Array] = _implementation("sample", backend)(logits, rows, positions, stats)
+    ``adjust_logits`` the logarithms are nobody's. ``chained``, for a Hopper GPU: a chain of kernels, each of which is
+    compiled once for all programs."""
+    result: tuple[Array, Array] = _launched("sample", backend, chained)(logits, rows, positions, stats)
     return result

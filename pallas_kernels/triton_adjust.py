@@ -11,23 +11,22 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels.adjust import SEEN_MAX, Edits, Penalties
+from pallas_kernels.adjust import EDITS_AT_ONCE, SEEN_MAX, Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
 from pallas_kernels.triton_early import enter
-from pallas_kernels.triton_sampling import SamplingPlan, plan_sampling, run_chained
+from pallas_kernels.triton_sampling import SamplingPlan, plan_sampling, run_kernel
 from pallas_kernels.triton_sampling_kernels import exponentials, summarize
 
 Array = jax.Array
 
 COUNT_BITS = tl.constexpr(SEEN_MAX)
-EDITS = tl.constexpr(256)
-"""That a program looks at together."""
+EDITS = tl.constexpr(EDITS_AT_ONCE)
 
 
 @triton.jit
 def adjust_kernel(
     logits_ptr, seen_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr, allowed_ptr, edit_ids_ptr,
-    edit_values_ptr, edited_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
+    edited_ptr, edit_values_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
     out_ptr, sums_ptr, stats_ptr, best_ptr, sample_ptr,
     WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
     STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
@@ -35,7 +34,7 @@ def adjust_kernel(
 ):  # fmt: skip
     """Grid (R, chunks): ``out[R, VOCAB]``; ``sums[R, 2, chunks]``, each chunk's largest logit and sum of exponentials
     relative to it; and what ``summarize`` says of the result. ``allowed`` are WORDS words of bits a row;
-    ``edited[R, EDIT_BLOCKS]`` says which blocks of EDITS have any."""
+    ``edited[R, EDIT_BLOCKS]`` says which blocks of EDITS have any. ``seen`` and ``edit_values`` are by slot."""
     if CHAINED:
         enter()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -46,9 +45,8 @@ def adjust_kernel(
     tl.store(sums_ptr + row * 2 * CHUNKS + chunk, peak)
     tl.store(sums_ptr + (row * 2 + 1) * CHUNKS + chunk, total)
     presence, frequency = tl.load(presence_ptr + row), tl.load(frequency_ptr + row)
-    repetition = tl.load(repetition_ptr + row)
+    repetition, slot = tl.load(repetition_ptr + row), tl.load(slots_ptr + row).to(tl.int64)
     if (presence != 0.0) | (frequency != 0.0) | (repetition != 1.0):
-        slot = tl.load(slots_ptr + row).to(tl.int64)
         counts = tl.load(seen_ptr + slot * VOCAB + ids, mask=inside, other=0).to(tl.int32)
         generated = counts & COUNT_BITS
         repeated = tl.where(x > 0.0, x / repetition, x * repetition)
@@ -63,10 +61,10 @@ def adjust_kernel(
     for block in range(EDIT_BLOCKS):
         place = row * EDIT_BLOCKS + block
         if tl.load(edited_ptr + place) != 0:
-            edit = place * EDITS + tl.arange(0, EDITS)
-            edited = tl.load(edit_ids_ptr + edit)
+            edited = tl.load(edit_ids_ptr + place * EDITS + tl.arange(0, EDITS))
             mine = (edited >= chunk * CHUNK) & (edited < tl.minimum((chunk + 1) * CHUNK, VOCAB))
-            tl.atomic_add(row_ptr + edited, tl.load(edit_values_ptr + edit, mask=mine), mask=mine, sem="relaxed")
+            values_ptr = edit_values_ptr + (slot * EDIT_BLOCKS + block) * EDITS + tl.arange(0, EDITS)
+            tl.atomic_add(row_ptr + edited, tl.load(values_ptr, mask=mine), mask=mine, sem="relaxed")
             changed |= tl.max(mine.to(tl.int32), 0)
     if changed != 0:
         tl.debug_barrier()
@@ -83,15 +81,11 @@ def run_adjust(
 ) -> tuple[Any, ...]:  # fmt: skip
     """``out``, ``sums``, and the sampler's ``stats``; ``operands`` are those of the kernel between logits and edits."""
     parameters, out = plan.stats
-    missing = -edits.ids.shape[1] % EDITS.value
-    ids = jnp.pad(edits.ids, ((0, 0), (0, missing)), constant_values=plan.vocab)
-    values = jnp.pad(edits.values, ((0, 0), (0, missing)))
-    edited = (ids.reshape(plan.rows, -1, EDITS.value) < plan.vocab).any(-1).astype(jnp.int32)
     floats = [(jnp.float32, logits.shape), (jnp.float32, (plan.rows, 2, plan.chunks))]
     results: tuple[Any, ...] = call(
         adjust_kernel, (plan.rows, plan.chunks),
-        (logits, *operands, ids, values, edited, rows.temperature, rows.top_p, rows.top_k), floats + out,
-        WORDS=operands[-1].shape[1], EDIT_BLOCKS=edited.shape[1], **parameters,
+        (logits, *operands, *edits, rows.temperature, rows.top_p, rows.top_k), floats + out,
+        WORDS=operands[-1].shape[1], EDIT_BLOCKS=edits.used.shape[1], **parameters,
     )  # fmt: skip
     return results
 
@@ -100,11 +94,5 @@ def adjust_logits(
     logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, edits: Edits, rows: SamplingRows
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     operands = (seen, slots, *penalties, allowed)
-    adjusted, sums, *stats = run_adjust(run_chained, plan_sampling(*logits.shape), logits, operands, edits, rows)
-    return adjusted, normalizers_of(sums), tuple(stats)
-
-
-def normalizers_of(sums: Array) -> Array:
-    """The logarithms of the rows' sums ``[R]``, of the chunks' ``[R, 2, chunks]``."""
-    peaks = sums[:, 0].max(-1, keepdims=True)
-    return peaks[:, 0] + jnp.log(jnp.sum(sums[:, 1] * jnp.exp(sums[:, 0] - peaks), -1))
+    adjusted, sums, *stats = run_adjust(run_kernel, plan_sampling(*logits.shape), logits, operands, edits, rows)
+    return adjusted, sums, tuple(stats)

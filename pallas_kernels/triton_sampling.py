@@ -27,7 +27,6 @@ import triton
 
 from pallas_kernels.sampling import SamplingRows
 from pallas_kernels.triton_call import triton_call
-from pallas_kernels.triton_chain import chained
 from pallas_kernels.triton_sampling_kernels import draw_kernel, pivot_kernel, stats_kernel
 from pallas_kernels.triton_sampling_resolve import resolve_kernel
 
@@ -120,16 +119,5 @@ def run_kernel(kernel: Any, grid: Any, operands: Any, out: Any, **parameters: An
     return triton_call(*operands, kernel=kernel, grid=grid, out_type=types, **parameters)
 
 
-def run_chained(kernel: Any, grid: Any, operands: Any, out: Any, **parameters: Any) -> Any:
-    """The same as a chain of its own, so that the kernel is compiled once for all programs."""
-    return chained(lambda *arrays: run_kernel(kernel, grid, arrays, out, **parameters))(*operands)
-
-
 def sample(logits: Array, rows: SamplingRows, positions: Array, stats: tuple[Array, ...] = ()) -> tuple[Array, Array]:
-    plan = plan_sampling(*logits.shape)
-
-    def run(logits: Array, rows: SamplingRows, positions: Array, stats: tuple[Array, ...]) -> tuple[Array, Array]:
-        return run_kernels(run_kernel, plan, logits, rows, positions, stats)
-
-    result: tuple[Array, Array] = chained(run)(logits, rows, positions, stats)
-    return result
+    return run_kernels(run_kernel, plan_sampling(*logits.shape), logits, rows, positions, stats)

@@ -7,7 +7,7 @@ its slot, be it for the first time or after a preemption; from then on the devic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +24,7 @@ from jaxserve.request import (
     SamplingParams,
 )
 from jaxserve.scheduling.schedule import RowOptions
-from pallas_kernels.adjust import SEEN_MAX, Edits, Penalties
+from pallas_kernels.adjust import EDITS_AT_ONCE, SEEN_MAX, Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -38,6 +38,8 @@ LOADED_AT_ONCE = 4096
 PROMPT, GENERATED, ALLOWED = range(3)
 """What such an id is."""
 NUMBERS = 4
+MAX_BARRED = -(-(MAX_BAD_WORDS_TOKENISED + MAX_STOPS) // EDITS_AT_ONCE) * EDITS_AT_ONCE
+"""Bad words and stops, in whole blocks of edits."""
 
 
 class OptionsState(NamedTuple):
@@ -46,7 +48,8 @@ class OptionsState(NamedTuple):
     seen: Array  # int16 [slots + 1, V], how often generated; the sign: in the prompt
     allowed: Array  # int32 [slots + 1, ceil(V / 32)], a bit a token
     numbers: Array  # int32 [slots + 1, NUMBERS]: three penalties by their bits, and the first length to stop at
-    biases: Array  # int32 [slots + 1, 2, MAX_LOGIT_BIASES]: ids, and what is added to their logits (by its bits)
+    bias_ids: Array  # int32 [slots + 1, MAX_LOGIT_BIASES]
+    edit_values: Array  # float32 [slots + 1, MAX_LOGIT_BIASES + MAX_BARRED], what is added to logits: biases, then -inf
     bad_words: Array  # int32 [slots + 1, MAX_BAD_WORDS_TOKENISED, MAX_BAD_WORD_TOKENS], NONE in front of shorter ones
     stop_ids: Array  # int32 [slots + 1, MAX_STOPS]
     recent: Array  # int32 [slots + 1, MAX_BAD_WORD_TOKENS - 1], the latest generated tokens, the last one last
@@ -59,17 +62,20 @@ def mask_words(vocab: int) -> int:
 
 def options_shapes(slots: int, vocab: int) -> OptionsState:
     """The state's arrays without memory behind them."""
-    rows = slots + 1
-    shapes = (
-        (rows, mask_words(vocab)),
-        (rows, NUMBERS),
-        (rows, 2, MAX_LOGIT_BIASES),
-        (rows, MAX_BAD_WORDS_TOKENISED, MAX_BAD_WORD_TOKENS),
-        (rows, MAX_STOPS),
-        (rows, MAX_BAD_WORD_TOKENS - 1),
+
+    def shape(*sizes: int, dtype: Any = np.int32) -> Any:
+        return jax.ShapeDtypeStruct((slots + 1, *sizes), dtype)
+
+    return OptionsState(
+        seen=shape(vocab, dtype=np.int16),
+        allowed=shape(mask_words(vocab)),
+        numbers=shape(NUMBERS),
+        bias_ids=shape(MAX_LOGIT_BIASES),
+        edit_values=shape(MAX_LOGIT_BIASES + MAX_BARRED, dtype=np.float32),
+        bad_words=shape(MAX_BAD_WORDS_TOKENISED, MAX_BAD_WORD_TOKENS),
+        stop_ids=shape(MAX_STOPS),
+        recent=shape(MAX_BAD_WORD_TOKENS - 1),
     )
-    seen = jax.ShapeDtypeStruct((rows, vocab), np.int16)
-    return OptionsState(seen, *(jax.ShapeDtypeStruct(shape, np.int32) for shape in shapes))  # type: ignore[arg-type]
 
 
 class _RowLayout(NamedTuple):
@@ -147,8 +153,11 @@ def load_row(state: OptionsState, packed: Array) -> OptionsState:
     bits = (counted(ALLOWED, 32 * mask_words(vocab)) > 0).reshape(-1, 32)
     words = jnp.sum(jnp.where(bits, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), 0), -1, dtype=jnp.uint32)
     allowed = jnp.where(first == 1, allowed, state.allowed[slot]) | lax.bitcast_convert_type(words, jnp.int32)
-    rest = {name: packed[getattr(_LAYOUT, name)] for name in ("numbers", "biases", "bad_words", "stop_ids", "recent")}
-    row = OptionsState(seen=seen, allowed=allowed, **rest)
+    rest = {name: packed[getattr(_LAYOUT, name)] for name in ("numbers", "bad_words", "stop_ids", "recent")}
+    bias_ids, biases = packed[_LAYOUT.biases].reshape(2, -1)
+    barring = jnp.full(MAX_BARRED, -jnp.inf, jnp.float32)
+    edit_values = jnp.concatenate([lax.bitcast_convert_type(biases, jnp.float32), barring])
+    row = OptionsState(seen=seen, allowed=allowed, bias_ids=bias_ids, edit_values=edit_values, **rest)
     return OptionsState(*(a.at[slot].set(new.reshape(a.shape[1:])) for a, new in zip(state, row, strict=True)))
 
 
@@ -161,6 +170,7 @@ def adjust(
     sampling: SamplingRows,
     *,
     backend: str,
+    chained: bool = False,
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """Inside a program: what the options of ``rows`` (slots, sequence lengths) make of ``logits[R, V]``, the logarithms
     of the sums of exponentials before that, NaN where a logit is not finite, and ``stats`` for sampling with these
@@ -175,20 +185,13 @@ def adjust(
     allowed = jnp.where(inactive, -1, state.allowed[slots]) & mask
     words = state.bad_words[slots]
     matches = ((words[:, :, :-1] == NONE) | (words[:, :, :-1] == state.recent[slots][:, None])).all(-1)
-    barred = jnp.concatenate(
-        [
-            jnp.where(matches, words[:, :, -1], NONE),
-            jnp.where((seq_lens < numbers[:, 3])[:, None], state.stop_ids[slots], NONE),
-        ],
-        1,
-    )
-    biases = state.biases[slots]
-    ids = jnp.concatenate([biases[:, 0], barred], 1)
-    values = lax.bitcast_convert_type(biases[:, 1], jnp.float32)
-    values = jnp.concatenate([values, jnp.full(barred.shape, -jnp.inf)], 1)
-    edits = Edits(jnp.where(inactive | (ids == NONE), vocab, ids), values)
+    bad_words = jnp.where(matches, words[:, :, -1], NONE)
+    stop_ids = jnp.where((seq_lens < numbers[:, 3])[:, None], state.stop_ids[slots], NONE)
+    nothing = jnp.full((len(slots), MAX_BARRED - bad_words.shape[1] - stop_ids.shape[1]), NONE)
+    ids = jnp.concatenate([state.bias_ids[slots], bad_words, stop_ids, nothing], 1)
+    edits = Edits.of(jnp.where(inactive | (ids == NONE), vocab, ids), state.edit_values, vocab)
     return pallas_kernels.adjust_logits(
-        logits, state.seen, slots, Penalties(*penalties.T), allowed, edits, sampling, backend=backend
+        logits, state.seen, slots, Penalties(*penalties.T), allowed, edits, sampling, backend=backend, chained=chained
     )
 
 

@@ -59,6 +59,8 @@ class Plan:
     prefill_backend: str
     linear_backend: str
     """Of matrix products of few rows."""
+    chains_sampling: bool
+    """Whether one device's sampling kernels are launched as chains."""
     async_depth: int
     max_logprobs: int
 
@@ -113,6 +115,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         decode_backend=_decode_backend(config, model, dtype, on_gpu, compute_capability),
         linear_backend=_linear_backend(config, on_gpu, compute_capability),
         prefill_backend=prefill_backend,
+        chains_sampling=chains_sampling(backend, compute_capability),
         # Not on a CPU, unless asked for: it has few sizes, far apart, and no time to lose on reading weights twice.
         step_sizes=ladder.token_sizes if on_gpu or isinstance(chunk, tuple) else (),
         chunk_tokens=(budget, budget) if chunk == "all" else chunk or GPU_CHUNK_TOKENS,
@@ -175,7 +178,7 @@ def _decode_backend(
 def _linear_backend(config: EngineConfig, on_gpu: bool, compute_capability: str) -> str:
     """Of matrix products of few rows: Triton's on Hopper, whose tiles are made for it, or XLA's (reference)."""
     choice = config.linear_backend
-    hopper = on_gpu and compute_capability.startswith("9.")
+    hopper = on_gpu and is_hopper(compute_capability)
     if choice == "triton" and not hopper:
         raise ValueError("--linear-backend triton needs a Hopper GPU (compute capability 9.0)")
     if choice == "auto":
@@ -183,9 +186,19 @@ def _linear_backend(config: EngineConfig, on_gpu: bool, compute_capability: str)
     return choice
 
 
+def chains_sampling(backend: str, compute_capability: str) -> bool:
+    """Whether a ``backend``'s sampling kernels are launched as chains (``pallas_kernels.chained``), which are compiled
+    for Hopper alone."""
+    return backend == "triton" and is_hopper(compute_capability)
+
+
+def is_hopper(compute_capability: str) -> bool:
+    return compute_capability.startswith("9.")
+
+
 def _mosaic_refusal(model: ModelConfig, dtype: np.dtype, block_size: int, compute_capability: str) -> str | None:
     """Why prefill attention cannot run on Mosaic GPU."""
-    if not compute_capability.startswith("9."):
+    if not is_hopper(compute_capability):
         return f"needs a Hopper GPU (compute capability 9.0), this one has {compute_capability or 'none'}"
     from pallas_kernels import mosaic_prefill  # here, since no other device needs its imports
 

@@ -141,7 +141,12 @@ class ProgramBuilder:
     def sample(self, rows: int, variant: SamplerVariant) -> Lowered:
         """The sampling program for a number of rows."""
         plan, vocab = self._plan, self._model.vocab_size
-        how: dict[str, Any] = dict(variant=variant, backend=plan.attention_backend, max_logprobs=plan.max_logprobs)
+        how: dict[str, Any] = dict(
+            variant=variant,
+            backend=plan.attention_backend,
+            max_logprobs=plan.max_logprobs,
+            chained=plan.chains_sampling and self._spec.mesh.size == 1,
+        )
         logits, row_data = self._shape((rows, vocab), jnp.float32), self._shape((3, rows), np.int32)
         name = f"sample {rows} rows, {variant}"
         if variant.kind is not Kind.FULL:

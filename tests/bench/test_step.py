@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from bench import kernels
 from bench.kernels import kernel_runs, kernel_seconds
 from bench.step import added_seconds
 
@@ -38,7 +39,14 @@ def test_kernels_of_a_trace(trace: Path):
         ("norm", ""),
         ("attend", "7,1,1"),
     ]
-    assert kernel_seconds(trace) == pytest.approx({"multiply": 10e-6, "norm": 14e-6, "attend": 5e-6})
+
+
+def test_kernels_that_overlap_count_once(trace: Path, monkeypatch: pytest.MonkeyPatch):
+    assert kernel_seconds(trace) == pytest.approx({"multiply": 10e-6, "norm": 6e-6, "attend": 5e-6})
+    ended = [("in it", 3, 4), ("in it, too", 5, 6), ("long", 2, 8), ("late", 7, 9), ("apart", 12, 13)]
+    runs = [kernels.KernelRun(start, end, name, "") for name, start, end in ended]
+    monkeypatch.setattr(kernels, "kernel_runs", lambda directory: runs)
+    assert kernel_seconds(trace) == {"in it": 1, "in it, too": 1, "long": 4, "late": 1, "apart": 1}
 
 
 def test_a_kernel_adds_what_it_ends_after_the_one_in_front(trace: Path):

@@ -15,8 +15,9 @@ from tests.kernels.test_sampling import critical_value, make_logits, make_rows, 
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.parametrize("chained", [False, True])
 @pytest.mark.parametrize("vocab", [520, 49152, 128256])
-def test_both_choose_the_same_tokens(vocab: int):
+def test_both_choose_the_same_tokens(vocab: int, chained: bool):
     """Up to rounding: of 512 rows no more than two may differ, where two noisy scores are within a few ulp."""
     rng = np.random.default_rng(vocab)
     rows = 512
@@ -34,8 +35,9 @@ def test_both_choose_the_same_tokens(vocab: int):
         rng.integers(0, 5, rows).astype(np.int32),
     )
     positions = rng.integers(0, 9000, rows).astype(np.int32)
-    sample = jax.jit(pallas_kernels.sample, static_argnames="backend")
-    got, expected = (sample(logits, settings, positions, backend=b) for b in ("triton", "reference"))
+    sample = jax.jit(pallas_kernels.sample, static_argnames=("backend", "chained"))
+    got = sample(logits, settings, positions, backend="triton", chained=chained)
+    expected = sample(logits, settings, positions, backend="reference")
     assert (got[0] != expected[0]).sum() <= 2
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
 
@@ -62,7 +64,8 @@ def test_frequencies_are_the_softmax_of_what_is_kept(options: dict[str, float]):
     assert np.sum((observed[kept] - expected) ** 2 / expected) < critical_value(kept.sum() - 1)
 
 
-def test_penalties_and_masks():
+@pytest.mark.parametrize("chained", [False, True])
+def test_penalties_and_masks(chained: bool):
     rng = np.random.default_rng(0)
     rows, vocab = 9, 128256
     logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 4
@@ -71,11 +74,13 @@ def test_penalties_and_masks():
     allowed = rng.integers(-(2**31), 2**31, (rows, vocab // 32)).astype(np.int32)
     penalties = Penalties(*rng.choice([0.0, 0.5, 1.0], (3, rows)).astype(np.float32) + np.float32([[0], [0], [0.5]]))
     slots = rng.permutation(rows).astype(np.int32)
-    ids = rng.integers(0, 2 * vocab, (rows, 1000)).astype(np.int32)
-    edits = Edits(ids, np.where(ids % 2, -np.inf, ids / vocab).astype(np.float32))
+    ids = rng.integers(0, 2 * vocab, (rows, 1024)).astype(np.int32)
+    values = np.zeros(ids.shape, np.float32)
+    values[slots] = np.where(ids % 2, -np.inf, ids / vocab)
+    edits = Edits.of(ids, values, vocab)
     operands = (logits, seen, slots, penalties, allowed, edits, make_rows(rows, temperature=1.0, top_p=0.9))
-    adjust = jax.jit(pallas_kernels.adjust_logits, static_argnames="backend")
-    got, expected = (adjust(*operands, backend=b) for b in ("triton", "reference"))
+    adjust = jax.jit(pallas_kernels.adjust_logits, static_argnames=("backend", "chained"))
+    got, expected = adjust(*operands, backend="triton", chained=chained), adjust(*operands, backend="reference")
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
     drawn = (got[0], operands[-1], np.arange(rows, dtype=np.int32))

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels
 from pallas_kernels import (
     DecodePlan,
     adjust,
@@ -490,20 +491,23 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     columns = [[0.5, 0, 0, -2.0, 0, 0], [0.25, 0, 0, 0, 1.0, 0], [1.5, 1.0, 0.8, 1.0, 1.0, 1.0]]
     penalties = adjust.Penalties(*np.array(columns, np.float32))
     # Some in a second block, where others have none; one token with a bias is barred as well; one row has none.
-    ids = np.full((count, 300), vocab, np.int32)
+    ids = np.full((count, 2 * adjust.EDITS_AT_ONCE), vocab, np.int32)
     ids[:, 5:25] = rng.permuted(np.tile(np.arange(vocab), (count, 1)), axis=1)[:, :20]
     ids[:2, 280], ids[1] = ids[:2, 6], vocab
-    values = rng.standard_normal(ids.shape, dtype=np.float32)
+    values = rng.standard_normal((4, ids.shape[1]), dtype=np.float32)
     values[:, 6] = -np.inf
-    edits = adjust.Edits(ids, values)
+    edits = adjust.Edits.of(ids, values, vocab)
     rows = random_rows(rng, count)
     positions = np.arange(count, dtype=np.int32)
-    adjusted, normalizers, _ = jax.jit(adjust.adjust_logits)(logits, seen, slots, penalties, allowed, edits, rows)
+    operands = (logits, seen, slots, penalties, allowed, edits, rows)
+    adjusted, normalizers, _ = jax.jit(pallas_kernels.adjust_logits, static_argnames="backend")(
+        *operands, backend="reference"
+    )
     plan = dataclasses.replace(triton_sampling.plan_sampling(count, vocab), segment=64, tile=256, **sizes)
     operands = (seen, slots, *penalties, allowed)
     out, sums, *stats = triton_adjust.run_adjust(run_kernel, plan, logits, operands, edits, rows)
     np.testing.assert_allclose(out.array, adjusted, rtol=1e-6)
-    np.testing.assert_allclose(triton_adjust.normalizers_of(sums.array), normalizers, rtol=1e-6)
+    np.testing.assert_allclose(adjust.normalizers_of(sums.array), normalizers, rtol=1e-6)
     assert np.isnan(normalizers).tolist() == [False] * 4 + [True, False]
     tokens, _ = triton_sampling.run_kernels(run_kernel, plan, out, rows, positions, stats)
     parameters, shapes = plan.stats

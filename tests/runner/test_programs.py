@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
+import pallas_kernels
 from bench.shapes import LLAMA_8B
 from jaxserve.config import EngineConfig
 from jaxserve.models.dummy import param_structs
@@ -18,6 +20,8 @@ from jaxserve.runner.buckets import Bucket
 from jaxserve.runner.plan import make_plan
 from jaxserve.runner.programs import ProgramBuilder
 from jaxserve.runner.runner import ModelRunner
+from jaxserve.runner.sampler import Kind, SamplerVariant
+from pallas_kernels.sampling import SamplingRows
 
 NAME = "tiny-llama-3.1"
 
@@ -101,3 +105,31 @@ def test_decode_steps_with_an_lm_head_of_their_own_are_not_tuned():
 
     assert tuned("triton") == ["8192 tokens"]
     assert tuned("reference") == [*(f"decode of {rows}" for rows in (1, 8, 16, 32, 64, 128)), "8192 tokens"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "devices", "chains"), [("9.0", 1, True), ("9.0", 2, False), ("8.0", 1, False), ("10.0", 1, False)]
+)
+def test_sampling_kernels_are_chained_on_one_hopper_gpu(capability: str, devices: int, chains: bool):
+    """Chains are compiled for Hopper, and for arrays that are whole on a device."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    from pallas_kernels import triton_call, triton_launch
+
+    model = LLAMA_8B(1)
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("tp",))
+    plan = make_plan(EngineConfig(model="8B"), model, "gpu", capability)
+    builder = ProgramBuilder(model, plan, param_structs(model, plan.dtype, mesh), mesh, num_blocks=2)
+    builder._spec = replace(builder._spec, mesh=AbstractMesh((devices,), ("tp",)))
+    for kind, count in ((Kind.RANDOM, 1), (Kind.FULL, 2)):
+        module = builder.sample(8, SamplerVariant(kind)).module.as_text()
+        assert module.count(f"@{triton_launch.TARGET_NAME}(") == (count if chains else 0)
+        assert (f"@{triton_call.TARGET_NAME}(" in module) == (not chains)
+
+
+def test_a_chain_of_what_is_no_kernel_is_refused():
+    """An explicit choice never falls back."""
+    pytest.importorskip("triton", reason="Triton is for Linux only")
+    logits, positions = np.zeros((1, 8), np.float32), np.zeros(1, np.int32)
+    rows = SamplingRows(*np.zeros((3, 1), np.float32), positions, np.zeros((1, 2), np.int32), positions)
+    with pytest.raises(ValueError, match="a chain of kernels cannot have"):
+        pallas_kernels.sample(logits, rows, positions, backend="reference", chained=True)
