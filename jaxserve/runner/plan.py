@@ -168,8 +168,7 @@ def _decode_backend(
     """Of decode attention: Gluon's on Hopper, where it can be, unless the choice is another."""
     if config.attention_backend == "reference" or not on_gpu:
         return "reference"
-    hopper = compute_capability.startswith("9.")
-    if config.attention_backend == "triton" or not hopper:
+    if config.attention_backend == "triton" or not is_hopper(compute_capability):
         return "triton"
     groups = model.num_heads // model.num_kv_heads
     return "gluon" if pallas_kernels.suits_decode(dtype, groups, model.head_dim, backend="gluon") else "triton"
