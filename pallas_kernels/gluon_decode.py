@@ -29,18 +29,15 @@ from pallas_kernels.triton_softmax import LOG2E
 
 Array = jax.Array
 
-ROWS = gl.constexpr(8)
-"""The fewest columns of a product, which are query heads here."""
-
 
 @gluon.jit
 def decode_kernel(
     q_ptr, k_ptr, v_ptr, tables_ptr, items_ptr, counters_ptr, out_ptr, partial_ptr, lse_ptr, table_width,
     SCALE: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, GROUPS_PAD: gl.constexpr,
-    DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, AHEAD: gl.constexpr, PARTS: gl.constexpr,
-    KEEP: gl.constexpr, EARLY: gl.constexpr,
+    ROWS: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, AHEAD: gl.constexpr,
+    PARTS: gl.constexpr, KEEP: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """Grid (max_items * K,). As ``triton_decode``'s, for a cache of the queries' type and ``GROUPS`` up to ROWS.
+    """Grid (max_items * K,). As ``triton_decode``'s, for a cache of the queries' type; ``ROWS`` are GROUPS and padding.
     ``EARLY``: in a chain, where only queries and each sequence's newest key and value are not from before it."""
     gdc_launch_dependents()
     if not EARLY:
@@ -55,7 +52,7 @@ def decode_kernel(
         acc, peak, total = _attend(
             q_ptr + row * GROUPS * DIM, k_ptr + head * DIM, v_ptr + head * DIM,
             tables_ptr + seq.to(gl.int64) * table_width, start, end, length,
-            SCALE, WINDOW, KV_HEADS, GROUPS, DIM, BLOCK_SIZE, TILE, AHEAD, EARLY,
+            SCALE, WINDOW, KV_HEADS, GROUPS, ROWS, DIM, BLOCK_SIZE, TILE, AHEAD, EARLY,
         )  # fmt: skip
         acc = acc / gl.where(total == 0.0, 1.0, total)[None, :]
         columns: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
@@ -85,7 +82,7 @@ def decode_kernel(
 
 
 @gluon.jit
-def _load_queries(q_ptr, GROUPS: gl.constexpr, DIM: gl.constexpr):
+def _load_queries(q_ptr, GROUPS: gl.constexpr, ROWS: gl.constexpr, DIM: gl.constexpr):
     """``[ROWS, DIM]``, zeros beyond GROUPS."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // DIM, DIM // 8], [gl.num_warps(), 1], [1, 0])
     group, dim = gl.arange(0, ROWS, gl.SliceLayout(1, layout)), gl.arange(0, DIM, gl.SliceLayout(0, layout))
@@ -127,8 +124,8 @@ def _blocks(table, at, end, TILE: gl.constexpr, DIM: gl.constexpr, BLOCK_SIZE: g
 @gluon.jit
 def _attend(
     q_ptr, k_ptr, v_ptr, table, start, end, length,
-    SCALE: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, DIM: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
+    SCALE: gl.constexpr, WINDOW: gl.constexpr, KV_HEADS: gl.constexpr, GROUPS: gl.constexpr, ROWS: gl.constexpr,
+    DIM: gl.constexpr, BLOCK_SIZE: gl.constexpr, TILE: gl.constexpr, AHEAD: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """An online softmax over the keys from ``start`` to ``end``: the weighted sum of values ``[DIM, ROWS]``, the
     highest score and the sum of weights ``[ROWS]``."""
@@ -155,7 +152,7 @@ def _attend(
     blocks = _blocks(table, start + AHEAD * TILE, stop, TILE, DIM, BLOCK_SIZE)
     if EARLY:
         gdc_wait()
-    q = _load_queries(q_ptr, GROUPS, DIM)
+    q = _load_queries(q_ptr, GROUPS, ROWS, DIM)
     shared_queries.store(q)
     fence_async_shared()
     slot = 0
@@ -259,6 +256,8 @@ FEW_ROWS = Tuning(ahead=2, programs=264)
 where four could be on one multiprocessor others would have none."""
 MANY_ROWS = Tuning(ahead=1, programs=528)
 """Four programs a multiprocessor."""
+FEWEST_ROWS, MOST_ROWS = 8, 16
+"""Of the queries of a KV head, which are the columns of a product."""
 TILE, WARPS = 64, 4
 """Keys of a tile: the fewest rows of a product by four warps."""
 
@@ -269,7 +268,7 @@ def choose_tuning(num_seqs: int) -> Tuning:
 
 def suits_decode(dtype: jnp.dtype, groups: int, dim: int) -> bool:
     """Whether the kernel takes queries and keys of this type, so many query heads a KV head, and heads of this size."""
-    return dtype in (jnp.bfloat16, jnp.float16) and groups <= ROWS.value and dim in (64, 128)
+    return dtype in (jnp.bfloat16, jnp.float16) and groups <= MOST_ROWS and dim in (64, 128)
 
 
 def plan_decode(
@@ -315,6 +314,7 @@ def _attend_all(
     early: bool,
 ) -> tuple[Array, Array]:
     """Attention, and the counters."""
+    num_seqs, table_width = block_tables.shape
     _, block_size, kv_heads, dim = k_cache.shape
     groups, max_items = q.shape[1] // kv_heads, items.shape[0] - 1
     groups_pad = triton.next_power_of_2(groups)
@@ -328,9 +328,8 @@ def _attend_all(
     results = triton_call(
         q, k_cache, v_cache, block_tables, items, done, *out, kernel=decode_kernel, grid=(max_items * kv_heads,),
         out_type=scratch if out else [jax.ShapeDtypeStruct(q.shape, q.dtype), *scratch], num_warps=WARPS,
-        table_width=block_tables.shape[1], SCALE=scale * LOG2E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUPS=groups,
-        GROUPS_PAD=groups_pad, DIM=dim, BLOCK_SIZE=block_size, TILE=TILE, AHEAD=choose_tuning(len(block_tables)).ahead,
-        PARTS=parts,
-        KEEP=into is not None, EARLY=early,
+        table_width=table_width, SCALE=scale * LOG2E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUPS=groups,
+        GROUPS_PAD=groups_pad, ROWS=max(groups_pad, FEWEST_ROWS), DIM=dim, BLOCK_SIZE=block_size, TILE=TILE,
+        AHEAD=choose_tuning(num_seqs).ahead, PARTS=parts, KEEP=into is not None, EARLY=early,
     )  # fmt: skip
     return jax.freeze(out[0]) if out else results[0], jax.freeze(done)

@@ -18,8 +18,7 @@ import triton.language as tl
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.triton_call import triton_call
 from pallas_kernels.triton_decode_plan import ITEM, launch_plan, plan_kernel
-from pallas_kernels.triton_early import enter
-from pallas_kernels.triton_softmax import LOG2E, accumulate, accumulate_one
+from pallas_kernels.triton_softmax import LOG2E, accumulate
 
 Array = jax.Array
 
@@ -34,13 +33,11 @@ def decode_kernel(
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SCALED: tl.constexpr, KV_HEADS: tl.constexpr, GROUPS: tl.constexpr,
     GROUPS_PAD: tl.constexpr, ROWS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTS: tl.constexpr, PRECISION: tl.constexpr, KEEP: tl.constexpr,
-    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (max_items * K,). A sequence's only item gives ``out[S, K, G, D]``; others float32 partial results
     ``[max_items, K, G, D]``, with the log2 of their softmax sums in ``lse[max_items, K, G, COPIES]``. With ``KEEP``,
     what stands in ``out`` where a sequence is empty remains.
-    ``counters[S, K]``, how many items of a sequence are done, are zero before and after. In a chain, all is from before
-    it but queries and each sequence's newest key and value; hence the others' copies begin before the wait."""
+    ``counters[S, K]``, how many items of a sequence are done, are zero before and after."""
     item, head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     number = tl.load(items_ptr)
     words = items_ptr + (1 + item) * ITEM
@@ -51,26 +48,18 @@ def decode_kernel(
         rows_seen = (group < GROUPS)[:, None] & (dim < DIM)[None, :]
         in_row = group[:, None] * DIM + dim[None, :]
         row = seq * KV_HEADS + head
-        q_ptr += row * GROUPS * DIM
-        if CHAINED:
-            stop, has_newest = tl.minimum(end, length - 1), (end == length) & (length > 0)
-            q = tl.zeros([ROWS_PAD, DIM_PAD], q_ptr.dtype.element_ty)
-            key = tl.zeros([DIM_PAD], q_ptr.dtype.element_ty)
-            value = tl.zeros([DIM_PAD], q_ptr.dtype.element_ty)
-        else:
-            stop = end
-            q = tl.load(q_ptr + in_row, mask=rows_seen, other=0.0)
+        q = tl.load(q_ptr + row * GROUPS * DIM + in_row, mask=rows_seen, other=0.0)
         table = tables_ptr + seq.to(tl.int64) * table_width
         # Blocks are looked up a tile ahead, so that the copies of keys and values do not wait for them.
-        next_block = tl.load(table + (start + tile) // BLOCK_SIZE, mask=start + tile < stop, other=0)
+        next_block = tl.load(table + (start + tile) // BLOCK_SIZE, mask=start + tile < end, other=0)
         peak = tl.full([ROWS_PAD], float("-inf"), tl.float32)
         total = tl.zeros([ROWS_PAD], tl.float32)
         acc = tl.zeros([ROWS_PAD, DIM_PAD], tl.float32)
-        for at in range(start, tl.maximum(stop, start + 1), TILE):
+        for at in range(start, end, TILE):
             position, block = at + tile, next_block
             ahead = position + TILE
-            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < stop, other=0)
-            seen = position < stop
+            next_block = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < end, other=0)
+            seen = position < end
             if WINDOW > 0:
                 seen &= position >= length - WINDOW
             offsets = (block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE) * KV_HEADS + head
@@ -79,24 +68,11 @@ def decode_kernel(
             # Zeros beyond the sequence: what stands there may be a broken request's NaN.
             k = tl.load(k_ptr + offsets, mask=loaded, other=0.0)
             v = tl.load(v_ptr + offsets, mask=loaded, other=0.0)
-            if CHAINED:  # noqa: SIM102 (what is constant is an if of its own)
-                if at == start:  # within the loop: the copies of the first keys and values are under way then
-                    enter()
-                    q = tl.load(q_ptr + in_row, mask=rows_seen, other=0.0)
-                    key, value = _load_newest(
-                        k_ptr, v_ptr, table, has_newest, length, head, q.dtype, KV_HEADS, DIM, DIM_PAD, BLOCK_SIZE
-                    )
             scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION) * SCALE
             if SCALED:
                 scores *= tl.load(k_scale_ptr + head)
             scores = tl.where(seen[None, :], scores, float("-inf"))
             acc, peak, total = accumulate(scores, v.to(q.dtype), acc, peak, total, PRECISION)
-        if CHAINED:  # noqa: SIM102
-            if has_newest:
-                score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * SCALE
-                if SCALED:
-                    score *= tl.load(k_scale_ptr + head)
-                acc, peak, total = accumulate_one(score, value, acc, peak, total)
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SCALED:
             acc *= tl.load(v_scale_ptr + head)
@@ -106,20 +82,6 @@ def decode_kernel(
             acc, peak, total, rows_seen, row, head, place, first_place, count,
             counters_ptr, out_ptr, partial_ptr, lse_ptr, KV_HEADS, GROUPS, GROUPS_PAD, ROWS_PAD, DIM, DIM_PAD, PARTS,
         )  # fmt: skip
-
-
-@triton.jit
-def _load_newest(
-    k_ptr, v_ptr, table, wanted, length, head, dtype,
-    KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
-    """The key and the value of a sequence's last token, if they are wanted."""
-    dim, last = tl.arange(0, DIM_PAD), length - 1
-    block = tl.load(table + last // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
-    place = ((block * BLOCK_SIZE + last % BLOCK_SIZE) * KV_HEADS + head) * DIM + dim
-    there = (dim < DIM) & wanted
-    key, value = tl.load(k_ptr + place, mask=there, other=0.0), tl.load(v_ptr + place, mask=there, other=0.0)
-    return key.to(dtype), value.to(dtype)
 
 
 @triton.jit

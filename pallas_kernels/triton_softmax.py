@@ -20,13 +20,3 @@ def accumulate(scores, values, acc, peak, total, PRECISION: tl.constexpr):
     total = total * keep + tl.sum(weights, 1)
     acc = acc * keep[:, None] + tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
     return acc, new_peak, total
-
-
-@triton.jit
-def accumulate_one(score, value, acc, peak, total):
-    """Take in one key's ``score[M]``, which is finite (else there is NaN), and ``value[D]``."""
-    new_peak = tl.maximum(peak, score)
-    weight, keep = tl.exp2(score - new_peak), tl.exp2(peak - new_peak)
-    total = total * keep + weight
-    acc = acc * keep[:, None] + weight.to(value.dtype).to(tl.float32)[:, None] * value.to(tl.float32)[None, :]
-    return acc, new_peak, total

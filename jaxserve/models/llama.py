@@ -251,7 +251,7 @@ def can_be_chained(config: ModelConfig, rows: int, dtype: jnp.dtype, spec: Atten
     """Whether the layers of a step in which ``rows`` sequences decode are nothing but Triton kernels on one device, and
     few enough rows for a chain to pay."""
     biased = config.qkv_bias or config.o_bias or config.mlp_bias
-    if biased or spec.mesh.size > 1 or spec.backend != "triton" or rows > CHAINED_ROWS:
+    if biased or spec.mesh.size > 1 or spec.decode_backend != "gluon" or rows > CHAINED_ROWS:
         return False
     hidden, inner, heads = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
     qkv = heads + 2 * config.num_kv_heads * config.head_dim

@@ -19,6 +19,7 @@ SHAPES = {
     **{name: DECODE[name] for name in ("gqa", "mqa", "block-8", "block-128", "window", "window-over-chunks")},
     **{name: DECODE[name] for name in ("padding", "padding-window", "all-padding")},
     "long": AttentionShape((3000, 1, 700, 0, 65), (1,) * 5, num_heads=14),
+    "groups-12": AttentionShape((130, 1, 1500), (1,) * 3, num_heads=24),
 }
 
 

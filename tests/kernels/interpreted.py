@@ -53,9 +53,8 @@ def plan_of(seq_lens, *, kv_heads: int, max_seq_len: int, window: int | None, sp
 
 
 def decode(
-    inputs: Inputs, split_size: int | None = None, scales=None, layers: int = 1, keep: bool = False,
-    chained: bool = False, **plan
-) -> np.ndarray:  # fmt: skip
+    inputs: Inputs, split_size: int | None = None, scales=None, layers: int = 1, keep: bool = False, **plan
+) -> np.ndarray:
     """What the last of several layers gives, all with the same operands."""
     q, shape, table_width = inputs.q, inputs.shape, inputs.block_tables.shape[1]
     num_seqs, kv_heads = len(shape.seq_lens), shape.num_kv_heads
@@ -75,7 +74,6 @@ def decode(
         out, *scratch = (Argument(np.full(size, POISON, np.float32)) for size in shapes)
         triton_decode.decode_kernel[launch.grid](
             *map(Argument, operands), items, *map(Argument, factors), counters, out, *scratch, **launch.parameters,
-            CHAINED=chained,
         )  # fmt: skip
         assert not counters.array.any()
     return out.array
@@ -103,42 +101,6 @@ CASES = [*((name, None) for name in DECODE), *((name, 64) for name in ("gqa", "w
 def test_decode(name: str, split_size: int | None):
     inputs = make_inputs(DECODE[name])
     np.testing.assert_allclose(decode(inputs, split_size), expected_decode(inputs), atol=1e-5)
-
-
-@pytest.mark.parametrize("name", DECODE)
-def test_decode_in_a_chain(name: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(triton_decode, "enter", lambda: None)
-    inputs = make_inputs(DECODE[name])
-    np.testing.assert_allclose(decode(inputs, chained=True), expected_decode(inputs), atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("length", "split_size", "window"),
-    [(1, None, None), (32, None, None), (33, None, None), (200, None, None), (200, None, 40), (65, 64, None)],
-)
-def test_in_a_chain_the_newest_key_is_read_after_the_wait(
-    length: int, split_size: int | None, window: int | None, monkeypatch: pytest.MonkeyPatch
-):
-    """Programs for whom the kernels in front write the queries, and for the last the newest key and value, just in
-    time."""
-    inputs = make_inputs(AttentionShape((length,), (1,), num_heads=2, num_kv_heads=1, window=window))
-    expected = expected_decode(inputs)
-    items = -(-length // split_size) if split_size else 1
-    block, offset = divmod(length - 1, inputs.shape.block_size)
-    late = [inputs.q, *(cache[inputs.block_tables[0, block], offset] for cache in (inputs.k_cache, inputs.v_cache))]
-    written = [place.copy() for place in late]
-    for place in late:
-        place[:] = POISON
-    waits = []
-
-    def write() -> None:
-        waits.append(1)
-        for place, value in zip(late if len(waits) == items else late[:1], written, strict=False):
-            place[:] = value
-
-    monkeypatch.setattr(triton_decode, "enter", write)
-    np.testing.assert_allclose(decode(inputs, split_size, chained=True, programs=1), expected, atol=1e-5)
-    assert len(waits) == items
 
 
 def test_decode_combines_more_partial_results_than_fit_at_once():

@@ -209,11 +209,11 @@ def test_a_handlers_error_is_the_programs():
 
 
 @cache
-def decode_chain(rows: int, layers: int = 2, decode_backend: str = "gluon") -> triton_launch.Chain:
+def decode_chain(rows: int, layers: int = 2) -> triton_launch.Chain:
     """Of a decode step of the 8B shape."""
     config = LLAMA_8B(layers)
     mesh = Mesh(np.array(jax.devices()[:1]), ("tp",))
-    spec = AttentionSpec(mesh, "triton", decode_backend, "triton", "triton", 128**-0.5)
+    spec = AttentionSpec(mesh, "triton", "gluon", "triton", "triton", 128**-0.5)
     assert llama.can_be_chained(config, rows, jnp.dtype(jnp.bfloat16), spec)
     half, ints = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     params = param_structs(config, jnp.dtype(jnp.bfloat16), mesh)
@@ -257,14 +257,14 @@ def parameters_used(text: str, known: dict[str, set[int]]) -> tuple[set[int], se
 
 WRITTEN_ELSEWHERE = {"decode_kernel": {1, 2}}
 """Parameters through which a kernel reads early what other kernels leave as it is: the keys and values of all but the
-newest token (test_in_a_chain_the_newest_key_is_read_after_the_wait). They are copied early, and loaded late."""
+newest token (tests/gpu/test_chain.py). They are copied early, and the newest are loaded late."""
 
 
-@pytest.mark.parametrize(("rows", "decode_backend"), [(1, "gluon"), (64, "gluon"), (32, "triton")])
-def test_kernels_of_a_decode_step_touch_nothing_too_early(rows: int, decode_backend: str):
+@pytest.mark.parametrize("rows", [1, 32, 64])
+def test_kernels_of_a_decode_step_touch_nothing_too_early(rows: int):
     """In PTX: a program lets the next kernel come, reads nothing that a kernel of the chain writes, and writes nothing,
     before it has waited for those in front."""
-    chain = decode_chain(rows, decode_backend=decode_backend)
+    chain = decode_chain(rows)
     early, written = {}, set()
     kernels = {launch.kernel for launch in chain.launches}
     for kernel in kernels:

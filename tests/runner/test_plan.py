@@ -26,7 +26,7 @@ def backends(device, head_dim=128, num_heads=32, **options):
         (AMPERE, {}, ("triton", "triton", "triton")),
         (HOPPER, {}, ("triton", "gluon", "mosaic_gpu")),
         (HOPPER, {"head_dim": 80}, ("triton", "triton", "triton")),
-        (HOPPER, {"num_heads": 128}, ("triton", "triton", "mosaic_gpu")),
+        (HOPPER, {"num_heads": 256}, ("triton", "triton", "mosaic_gpu")),
         (HOPPER, {"dtype": "float32"}, ("triton", "triton", "triton")),
         (HOPPER, {"attention_backend": "triton"}, ("triton", "triton", "triton")),
         (HOPPER, {"attention_backend": "mosaic_gpu"}, ("triton", "gluon", "mosaic_gpu")),
