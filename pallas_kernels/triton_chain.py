@@ -40,7 +40,8 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
             fresh = partial(function)  # traced before, outside, it would have other kernels
             jaxpr, shapes = jax.make_jaxpr(fresh, return_shape=True)(*arguments)
         results = _call(_record(jaxpr), jax.tree.leaves(arguments))
-        return jax.tree.unflatten(jax.tree.structure(shapes), results)
+        leaves, tree = jax.tree.flatten(shapes)
+        return jax.tree.unflatten(tree, [r.reshape(like.shape) for r, like in zip(results, leaves, strict=True)])
 
     return run
 
@@ -185,8 +186,7 @@ def _call(recording: _Recording, arguments: Sequence[Any]) -> list[Any]:
         input_output_aliases={operands.index(storage): i for i, storage in enumerate(changed)},
     )(*(arrays[storage] for storage in operands), chain=triton_launch.announce(chain))
     found = arrays | dict(zip(made, results, strict=False))
-    shapes = [value.storage.shape for value in recording.results]
-    return [found[storage].reshape(shape) for storage, shape in zip(wanted, shapes, strict=True)]
+    return [found[storage] for storage in wanted]
 
 
 def _share_scratch(recording: _Recording, elsewhere: set[_Storage]) -> tuple[dict[_Storage, int], int]:
