@@ -6,11 +6,12 @@ Logits are read in chunks of a fixed size, a program each, so that a row's bits 
   logits are adjusted before (``triton_adjust``), the kernel that does so says this, too.
 - ``pivot``, a program a row: from the sample, two logits that the cut lies between (top-k's, or top-p's where there is
   no top-k), almost surely.
-- ``draw``: the likely winners of those above both, which are kept for sure; a list of those between; and exact sums,
-  which tell whether the cut is where the sample has it.
-- ``resolve``, a program a row: the best noisy token of the winners and, by the exact cuts, of the list. Where the
-  sample was wrong or the list overflows (thousands of equal logits at the cut, or top-p after a top-k of thousands) it
-  takes the whole row: slow, but as exact. Where a winner beats all that are listed, the exact cut does not matter.
+- ``draw``: the likely winners of those above the lower one, and exact sums, which tell whether the cut is where the
+  sample has it. Where few tokens are above, the upper bound is infinite, and these are listed instead.
+- ``resolve``, a program a row: the winner. Mostly it is above both bounds and kept for sure, so that nobody need know
+  the exact cut. One between them is looked for in the whole row once: are enough above it to exclude it, the winner of
+  those above is next. Of a list it is the best noisy token by the exact cuts. Where the sample was wrong or the list
+  overflows (top-p after a top-k of thousands) the whole row is the list: slow, but as exact.
 
 The kept set, the noise and the ties are those of ``sampling``, the reference.
 """
@@ -46,13 +47,15 @@ class SamplingPlan:
     stride: int = 32
     """Of so many logits one is in the sample. It divides ``chunk``: a program samples what it has written itself."""
     listed: int = 3072
-    """So many tokens are rather listed than bounded from above."""
+    """So many tokens are listed, more are bounded from above."""
     segment: int = 512
     """What a chunk's list takes."""
     capacity: int = 16384
     """What a row's list takes."""
     tile: int = 1024
     """Of a row's list, read in one go."""
+    wide: int = 8192
+    """Of a row, read in one go."""
     chunk_warps: int = 2
     """Of a chunk's program: few, since its steps wait for each other, so that more programs run at a time."""
 
@@ -103,13 +106,16 @@ def run_kernels(
     )  # fmt: skip
     drawn = call(
         draw_kernel, (count, chunks), (logits, *cuts, *noise, stats, bounds),
-        [*[(floats, (count, 2, chunks))] * 2, *[(ids, (count, chunks))] * 2, (ids, (count, chunks, plan.segment))],
+        [
+            (floats, (count, 3, chunks)), (floats, (count, 2, chunks)),
+            (ids, (count, chunks)), (ids, (count, chunks)), (ids, (count, chunks, plan.segment)),
+        ],
         SEGMENT=plan.segment, CHUNK=plan.chunk, num_warps=plan.chunk_warps, **shared,
     )  # fmt: skip
     tokens, normalizers, *_ = call(
         resolve_kernel, (count,), (logits, *cuts, *noise, stats, argmax, bounds, *drawn),
         [(ids, (count,)), (floats, (count,)), (floats, (count, plan.capacity)), (ids, (count, plan.capacity))],
-        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, **of_row,
+        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, WIDE=plan.wide, **of_row,
     )  # fmt: skip
     return tokens, normalizers
 

@@ -232,9 +232,9 @@ def random_words(seeds_ptr, positions_ptr, choices_ptr, row, group):
 
 
 @triton.jit
-def contenders(sure, peak, temperature):
-    """The least logit that may win with noise, of those at or above ``sure``."""
-    return tl.maximum(sure, peak - HOPELESS * temperature)
+def contenders(low, sure, peak, temperature):
+    """The least logit that may win with noise, of those at or above ``low``; infinite where these are listed."""
+    return tl.where(sure < float("inf"), tl.maximum(low, peak - HOPELESS * temperature), float("inf"))
 
 
 @triton.jit
@@ -244,10 +244,10 @@ def draw_kernel(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (R, chunks). Of the tokens at or above the upper bound the first and second ``arrival[R, 2, chunks]``, and
-    the id (``best``) of the first; the ids of those between the bounds: their ``count[R, chunks]``, and the first
-    SEGMENT in ``list[R, chunks, SEGMENT]``; and ``amounts[R, 2, chunks]``: without top-k the weight of all tokens; and
-    the number (for top-k) or weight of those above.
+    """Grid (R, chunks). Of the tokens at or above the lower bound the first and second ``arrival[R, 2, chunks]``, and
+    the id (``best``) of the first; or, if the upper bound is infinite, their ``count[R, chunks]`` and the first SEGMENT
+    ids in ``list[R, chunks, SEGMENT]``. ``amounts[R, 3, chunks]``: without top-k the weight of all tokens; and the
+    number (for top-k) or weight of those at or above the lower bound, and the upper one, if finite.
 
     The best noisy score is that of the least exponential variate over weight. An arrival is somewhat less than that: it
     has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens.
@@ -265,27 +265,29 @@ def draw_kernel(
         row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
         x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
         if cut_p | cut_k:
-            above_at = amounts_ptr + (2 * row + 1) * CHUNKS + chunk
-            if cut_k:
-                tl.store(above_at, tl.sum((x >= sure).to(tl.float32), 0))
-            else:
+            amount_at = amounts_ptr + 3 * row * CHUNKS + chunk
+            weights = tl.full([CHUNK], 1.0, tl.float32)
+            if cut_k == 0:
                 weights = tl.where(x >= floor, exp((x - peak) * scale), 0.0)
-                tl.store(amounts_ptr + 2 * row * CHUNKS + chunk, tl.sum(weights, 0))
-                tl.store(above_at, tl.sum(tl.where(x >= sure, weights, 0.0), 0))
-            asked = ((x >= low) & (x < sure)).to(tl.int32)
-            count = tl.sum(asked, 0)
-            tl.store(count_ptr + place, count)
-            if count > 0:
-                slot = tl.cumsum(asked, 0) - 1
-                tl.store(list_ptr + place.to(tl.int64) * SEGMENT + slot, ids, mask=(asked == 1) & (slot < SEGMENT))
+                tl.store(amount_at, tl.sum(weights, 0))
+            tl.store(amount_at + CHUNKS, tl.sum(tl.where(x >= low, weights, 0.0), 0))
+            if sure < float("inf"):
+                tl.store(amount_at + 2 * CHUNKS, tl.sum(tl.where(x >= sure, weights, 0.0), 0))
+            else:
+                asked = (x >= low).to(tl.int32)
+                count = tl.sum(asked, 0)
+                tl.store(count_ptr + place, count)
+                if count > 0:
+                    slot = tl.cumsum(asked, 0) - 1
+                    tl.store(list_ptr + place.to(tl.int64) * SEGMENT + slot, ids, mask=(asked == 1) & (slot < SEGMENT))
         first, best = tl.full([], float("inf"), tl.float32), tl.full([], VOCAB, tl.int32)
-        second, sure = first, contenders(sure, peak, temperature)
-        if tl.load(stats_ptr + row * 3 * CHUNKS + chunk) >= sure:
+        second, least = first, contenders(low, sure, peak, temperature)
+        if tl.load(stats_ptr + row * 3 * CHUNKS + chunk) >= least:
             group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
             a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)
             bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.float32)
             arrival = bits * (STEP + bits * HALF_SQUARE) * exp((peak - x) * scale)
-            arrival = tl.where(x >= sure, arrival, float("inf"))
+            arrival = tl.where(x >= least, arrival, float("inf"))
             first = tl.min(arrival, 0)
             best = tl.min(tl.where(arrival == first, ids, VOCAB), 0)
             second = tl.min(tl.where(ids == best, float("inf"), arrival), 0)

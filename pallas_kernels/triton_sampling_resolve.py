@@ -104,26 +104,25 @@ def _amounts(x, keys, peak, scale, k_threshold, k_room, ties, WEIGH: tl.constexp
 
 
 @triton.jit
-def _sum(tokens_ptr, total, floor, peak, scale, k_threshold, k_room, WEIGH: tl.constexpr, TILE: tl.constexpr):
-    """What all tokens count together."""
+def _sum(tokens_ptr, total, floor, peak, scale, k_threshold, k_room, TILE: tl.constexpr):
+    """The weight of all tokens that top-k keeps."""
     sums = tl.zeros([TILE], tl.float32)
     ties = tl.full([], 0, tl.int32)
     for at in range(0, total, TILE):
         x, keys = _load(tokens_ptr, at, total, floor, TILE)
-        amount, ties = _amounts(x, keys, peak, scale, k_threshold, k_room, ties, WEIGH)
+        amount, ties = _amounts(x, keys, peak, scale, k_threshold, k_room, ties, True)
         sums += amount
     return tl.sum(sums, 0)
 
 
 @triton.jit
 def _threshold(
-    tokens_ptr, total, floor, low, high, wanted, peak, scale, k_threshold, k_room,
-    WEIGH: tl.constexpr, TILE: tl.constexpr,
+    tokens_ptr, total, floor, low, wanted, peak, scale, k_threshold, k_room, WEIGH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """The largest key, not under that of ``low``, at or above which ``wanted`` lies (the least if there is none), and
-    how many tokens equal to it are needed (negative: all). None is above ``high``. The keys in question are split in
-    POINTS + 1 every time, and end where tokens do."""
-    found, last = ordered(low), ordered(high)
+    how many tokens equal to it are needed (negative: all). The keys in question are split in POINTS + 1 every time, and
+    end where tokens do."""
+    found, last = ordered(low), ordered(peak)
     step = tl.arange(0, POINTS) + 1
     while found < last:
         width = (last - found) // (POINTS + 1) + 1
@@ -157,22 +156,20 @@ def _threshold(
 
 
 @triton.jit
-def _keys_kept(
-    tokens_ptr, total, floor, low, high, wanted, top_p, cut_p, cut_k, peak, scale, TILE: tl.constexpr
-):  # fmt: skip
+def _keys_kept(tokens_ptr, total, floor, low, wanted, top_p, cut_p, cut_k, peak, scale, TILE: tl.constexpr):
     """The thresholds of top-k and top-p, and the room at each. ``wanted`` is that of top-k where there is one."""
     k_threshold, p_threshold = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
     k_room, p_room = tl.full([], -1, tl.int32), tl.full([], -1, tl.int32)
     if cut_k:
         k_threshold, k_room = _threshold(
-            tokens_ptr, total, floor, low, high, wanted, peak, scale, k_threshold, k_room, False, TILE
+            tokens_ptr, total, floor, low, wanted, peak, scale, k_threshold, k_room, False, TILE
         )
     if cut_p:
         if cut_k:
-            wanted = top_p * _sum(tokens_ptr, total, floor, peak, scale, k_threshold, k_room, True, TILE)
+            wanted = top_p * _sum(tokens_ptr, total, floor, peak, scale, k_threshold, k_room, TILE)
         wanted = tl.maximum(wanted, TINY)  # never zero: the best token stays
         p_threshold, p_room = _threshold(
-            tokens_ptr, total, floor, low, high, wanted, peak, scale, k_threshold, k_room, True, TILE
+            tokens_ptr, total, floor, low, wanted, peak, scale, k_threshold, k_room, True, TILE
         )
     return k_threshold, k_room, p_threshold, p_room
 
@@ -199,38 +196,117 @@ def _draw_kept(
 
 
 @triton.jit
-def _draw_sure(
-    row_ptr, arrival_ptr, best_ptr, sure, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
+def _draw_exactly(
+    row_ptr, tokens_ptr, ids_ptr, listed, total, low, floor, wanted, top_p, cut_p, cut_k,
+    seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The best noisy token of those that the cuts keep, of a list or of the whole row: its score and its id."""
+    source_ptr = row_ptr
+    if listed:
+        source_ptr = tokens_ptr
+    else:
+        total, low = tl.full([], VOCAB, tl.int32), floor
+    k_threshold, k_room, p_threshold, p_room = _keys_kept(
+        source_ptr, total, floor, low, wanted, top_p, cut_p, cut_k, peak, scale, TILE
+    )
+    return _draw_kept(
+        source_ptr, ids_ptr, listed, total, floor, k_threshold, k_room, p_threshold, p_room,
+        seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB, TILE,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ahead(x, ids, key, token):
+    """Which tokens are ahead of one with this key: by their logits or, of equal ones, by their ids."""
+    keys = ordered(x)
+    return (keys > key) | ((keys == key) & (ids < token))
+
+
+@triton.jit
+def _draw_ahead(
+    row_ptr, arrival_ptr, best_ptr, least, key, token, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The best noisy token of those at or above ``sure`` (-inf and VOCAB if there is none): the best of the chunks'
-    first, unless another token might still beat that, which is rare and looked for in its chunk."""
+    """The best noisy token of those at or above ``least`` and ``_ahead`` of one with this key (-inf and VOCAB if there
+    is none): the best of the chunks' first, unless another token might still beat that, which is rare and looked for in
+    its chunk."""
     chunk = tl.arange(0, CHUNKS_PAD)
     here = chunk < CHUNKS
     some = tl.load(arrival_ptr + chunk, mask=here, other=float("inf")) < float("inf")
     firsts = tl.load(best_ptr + chunk, mask=some, other=0)
     logits = tl.load(row_ptr + firsts)
     score, best = _better(
-        float("-inf"), VOCAB, some, firsts, logits, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB
-    )
+        float("-inf"), VOCAB, some & _ahead(logits, firsts, key, token), firsts, logits,
+        seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB,
+    )  # fmt: skip
+    # None of a chunk arrives before its second, be its first one of these or not.
     limit = ROUNDING * tl.exp(-score)
-    if tl.min(tl.load(arrival_ptr + CHUNKS + chunk, mask=here, other=float("inf")), 0) < limit:
-        for rival in range(0, CHUNKS):
-            if tl.load(arrival_ptr + CHUNKS + rival) < limit:
-                for at in range(rival * CHUNK, (rival + 1) * CHUNK, TILE):
-                    ids = at + tl.arange(0, TILE)
-                    x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
-                    score, best = _better(
-                        score, best, x >= sure, ids, x, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB
-                    )
+    seconds = tl.load(arrival_ptr + CHUNKS + chunk, mask=here, other=float("inf"))
+    rival = tl.min(tl.where(seconds < limit, chunk, CHUNKS), 0)
+    while rival < CHUNKS:
+        for at in range(rival * CHUNK, (rival + 1) * CHUNK, TILE):
+            ids = at + tl.arange(0, TILE)
+            x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
+            score, best = _better(
+                score, best, (x >= least) & _ahead(x, ids, key, token), ids, x,
+                seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB,
+            )  # fmt: skip
+        seconds = tl.where(chunk == rival, float("inf"), seconds)
+        rival = tl.min(tl.where(seconds < limit, chunk, CHUNKS), 0)
     return score, best
+
+
+@triton.jit
+def _is_dropped(row_ptr, logit, token, sure, missing, cut_k, peak, scale, VOCAB: tl.constexpr, WIDE: tl.constexpr):
+    """Whether a token below ``sure`` is not kept by the cut, that of top-k or of top-p: those ahead of it are enough,
+    even without those above, of which so much is ``missing``."""
+    sums, key = tl.zeros([WIDE], tl.float32), ordered(logit)
+    for at in range(0, VOCAB, WIDE):
+        ids = at + tl.arange(0, WIDE)
+        x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
+        ahead = (x < sure) & _ahead(x, ids, key, token)
+        sums += tl.where(ahead, tl.where(cut_k, 1.0, exp((x - peak) * scale)), 0.0)
+    return tl.sum(sums, 0) >= missing
+
+
+@triton.jit
+def _draw_bounded(
+    row_ptr, arrival_ptr, best_ptr, least, sure, missing, cut_k,
+    seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
+    TILE: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """The best noisy token that is kept: the best of all at or above ``least`` or, if that is dropped, the best of
+    those ahead of it (mostly one above ``sure``), and so on."""
+    score, best = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
+    key, token = tl.full([], 0, tl.uint32), best  # all are ahead
+    dropped = True
+    while dropped:
+        score, best = _draw_ahead(
+            row_ptr, arrival_ptr, best_ptr, least, key, token, seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
+            VOCAB, CHUNK, CHUNKS, CHUNKS_PAD, TILE,
+        )  # fmt: skip
+        logit = tl.load(row_ptr + tl.minimum(best, VOCAB - 1))
+        key, token = ordered(logit), best
+        dropped = (score > float("-inf")) & (logit < sure)
+        if dropped:
+            dropped = _is_dropped(row_ptr, logit, best, sure, missing, cut_k, peak, scale, VOCAB, WIDE)
+    return score, best
+
+
+@triton.jit
+def _amount(amounts_ptr, kind, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    """A row's sum of what ``draw_kernel`` says of its chunks."""
+    chunk = tl.arange(0, CHUNKS_PAD)
+    return tl.sum(tl.load(amounts_ptr + kind * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0), 0)
 
 
 @triton.jit
 def resolve_kernel(
     logits_ptr, temperature_ptr, top_p_ptr, top_k_ptr, seeds_ptr, choices_ptr, positions_ptr,
     stats_ptr, argmax_ptr, bounds_ptr, amounts_ptr, arrival_ptr, best_ptr, count_ptr, list_ptr,
-    out_ptr, normalizer_ptr, tokens_ptr, ids_ptr, SEGMENT: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr,
+    out_ptr, normalizer_ptr, tokens_ptr, ids_ptr,
+    SEGMENT: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr, WIDE: tl.constexpr,
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):  # fmt: skip
@@ -251,62 +327,33 @@ def resolve_kernel(
         top_p, top_k, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
         low, sure, _, floor = bounds_of(bounds_ptr, row)
         scale, row_ptr = scale_of(temperature), logits_ptr + row.to(tl.int64) * VOCAB
-        score, drawn = _draw_sure(
-            row_ptr,
-            arrival_ptr + 2 * row * CHUNKS,
-            best_ptr + row * CHUNKS,
-            contenders(sure, peak, temperature),
-            seeds_ptr,
-            positions_ptr,
-            choices_ptr,
-            row,
-            peak,
-            scale,
-            VOCAB,
-            CHUNK,
-            CHUNKS,
-            CHUNKS_PAD,
-            TILE,
-        )
-        best = tl.where(score > float("-inf"), drawn, best)
+        wanted, missing = tl.full([], float("inf"), tl.float32), tl.full([], float("inf"), tl.float32)
+        bounded = tl.full([], 1, tl.int1)
         if cut_p | cut_k:
-            weight = tl.sum(tl.load(amounts_ptr + 2 * row * CHUNKS + chunk, mask=here, other=0.0), 0)
-            above = tl.sum(tl.load(amounts_ptr + (2 * row + 1) * CHUNKS + chunk, mask=here, other=0.0), 0)
+            row_amounts_ptr = amounts_ptr + 3 * row * CHUNKS
+            weight = _amount(row_amounts_ptr, 0, CHUNKS, CHUNKS_PAD)
+            within = _amount(row_amounts_ptr, 1, CHUNKS, CHUNKS_PAD)
+            above = tl.where(sure < float("inf"), _amount(row_amounts_ptr, 2, CHUNKS, CHUNKS_PAD), 0.0)
             wanted = tl.where(cut_k, top_k.to(tl.float32), tl.maximum(top_p * weight, TINY))
-            count = tl.load(count_ptr + place, mask=here, other=0)
+            missing = wanted - above
+            bounded = (missing > 0.0) & ((within >= wanted) | (low <= floor))
+        if bounded & (sure < float("inf")):
+            score, drawn = _draw_bounded(
+                row_ptr, arrival_ptr + 2 * row * CHUNKS, best_ptr + row * CHUNKS,
+                contenders(low, sure, peak, temperature), sure, missing, cut_k,
+                seeds_ptr, positions_ptr, choices_ptr, row, peak, scale,
+                VOCAB, CHUNK, CHUNKS, CHUNKS_PAD, TILE, WIDE,
+            )  # fmt: skip
+        else:
             row_tokens_ptr, row_ids_ptr = tokens_ptr + row * CAPACITY, ids_ptr + row * CAPACITY
-            k_threshold, k_room = tl.full([], 0, tl.uint32), tl.full([], -1, tl.int32)
-            listed = (tl.max(count, 0) <= SEGMENT) & (tl.sum(count, 0) <= CAPACITY) & (above < wanted)
-            total = tl.full([], VOCAB, tl.int32)
+            count, total = tl.load(count_ptr + place, mask=here, other=0), tl.full([], 0, tl.int32)
+            listed = bounded & (tl.max(count, 0) <= SEGMENT) & (tl.sum(count, 0) <= CAPACITY)
             if listed:
                 list_row_ptr = list_ptr + row.to(tl.int64) * CHUNKS * SEGMENT
                 total = _gather(row_ptr, list_row_ptr, count, row_tokens_ptr, row_ids_ptr, SEGMENT, CHUNKS_PAD)
-                between = tl.sum(count, 0).to(tl.float32)
-                if cut_p & (cut_k == 0):
-                    between = _sum(row_tokens_ptr, total, floor, peak, scale, k_threshold, k_room, True, TILE)
-                # Else the cut is below the lower bound.
-                listed = (above + between >= wanted) | (low <= floor)
-            source_ptr, high = row_tokens_ptr, peak
-            if listed:
-                wanted -= above
-                high = tl.minimum(peak, sure)
-            else:
-                source_ptr, total, low, score = row_ptr, VOCAB, floor, float("-inf")
-            # At first as if all of the list were kept: where one that is kept for sure beats them, nobody need know
-            # which are.
-            p_threshold, p_room = k_threshold, k_room
-            rival, whose = tl.full([], float("-inf"), tl.float32), tl.full([], VOCAB, tl.int32)
-            exact, done = score == float("-inf"), False
-            while not done:
-                if exact:
-                    k_threshold, k_room, p_threshold, p_room = _keys_kept(
-                        source_ptr, total, floor, low, high, wanted, top_p, cut_p, cut_k, peak, scale, TILE
-                    )
-                rival, whose = _draw_kept(
-                    source_ptr, row_ids_ptr, listed, total, floor, k_threshold, k_room, p_threshold, p_room,
-                    seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB, TILE,
-                )  # fmt: skip
-                done = exact | (score > rival)
-                exact = True
-            best = tl.where((rival > score) | ((rival == score) & (whose < best)), whose, best)
+            score, drawn = _draw_exactly(
+                row_ptr, row_tokens_ptr, row_ids_ptr, listed, total, low, floor, wanted, top_p, cut_p, cut_k,
+                seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB, TILE,
+            )  # fmt: skip
+        best = tl.where(score > float("-inf"), drawn, best)
     tl.store(out_ptr + row, tl.minimum(best, VOCAB - 1))  # an id, whatever became of the logits

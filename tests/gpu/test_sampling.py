@@ -25,7 +25,7 @@ def test_both_choose_the_same_tokens(vocab: int, chained: bool):
     logits[::2] = np.asarray(jnp.asarray(logits[::2], jnp.bfloat16).astype(jnp.float32))
     logits[1::4] /= 3  # flat: top-p keeps tens of thousands
     logits[3::16, -64:] = -1e9
-    logits[:8] = 2.0  # equal ones overflow the lists
+    logits[:8] = 2.0  # all equal: the cut is one by ids, and lists overflow
     settings = SamplingRows(
         rng.choice([0.0, 0.7, 1.0, 1.5], rows).astype(np.float32),
         rng.choice([0.0, 0.3, 0.9, 0.999, 1.0], rows).astype(np.float32),

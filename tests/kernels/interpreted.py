@@ -414,7 +414,7 @@ def exact_cut(row: np.ndarray, given: dict[str, float]) -> float:
 @pytest.mark.parametrize("given", [dict(top_k=50), dict(top_k=3000), dict(top_p=0.3), dict(top_p=0.95)])
 @pytest.mark.parametrize("kind", ["normal", "broad", "ties", "peaked"])
 def test_the_sample_tells_where_the_cut_is(kind: str, given: dict[str, float]):
-    """Between the bounds, and few tokens with it: no row goes the slow way."""
+    """Between the bounds, and few tokens with it. Where there is no upper one, all above are listed."""
     rng = np.random.default_rng(1)
     count = 2
     rows = random_rows(rng, count, **{"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, **given})
@@ -422,9 +422,11 @@ def test_the_sample_tells_where_the_cut_is(kind: str, given: dict[str, float]):
     positions = np.zeros(count, np.int32)
     got, _, (_, [bounds], drawn, _) = sample(logits, rows, positions, segment=4096, listed=700, stride=4)
     np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
-    for row, (low, high, *_) in zip(logits, bounds, strict=True):
+    for row, (low, high, *_), counts in zip(logits, bounds, drawn[3], strict=True):
         assert low <= exact_cut(row, given) < high
-    assert ((drawn[3].sum(1) > 0) & (drawn[3].sum(1) < 4000)).all()
+        within = np.count_nonzero((row >= low) & (row < high))
+        assert 0 < within < 4000
+        assert high < np.inf or counts.sum() == within
 
 
 def test_a_rows_sums_are_the_same_bits_in_any_batch():
@@ -481,21 +483,100 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     np.testing.assert_array_equal(tokens.array, reference_sample(out.array, rows, positions)[0])
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, name: str) -> list:
+    """What a function of ``resolve_kernel`` gives, call by call."""
+    run, results = getattr(triton_sampling_resolve, name), []
+
+    def watch(*operands):
+        results.append(run(*operands))
+        return results[-1]
+
+    monkeypatch.setattr(triton_sampling_resolve, name, watch)
+    return results
+
+
+def bounded_rows(rng: np.random.Generator, count: int, **given):
+    """Logits and parameters of rows of which top-p or top-k keeps many, so that the sample bounds the cut."""
+    rows = random_rows(rng, count, **{"temperature": 1.0, "min_p": 0.0, "top_p": 1.0, "top_k": 0, **given})
+    return rng.standard_normal((count, 1500), dtype=np.float32), rows, np.arange(count, dtype=np.int32)
+
+
+BOUNDED = dict(chunk=256, tile=256, wide=512, listed=100, stride=4)
+
+
+@pytest.mark.parametrize(
+    ("given", "unit"),
+    [(dict(top_p=0.6), 2.0**-20), (dict(top_p=0.6), 0.25), (dict(top_p=0.6), 100.0), (dict(top_k=700), 2.0**-20)],
+)
+def test_winners_between_the_bounds_are_kept_or_not(
+    monkeypatch: pytest.MonkeyPatch, unit: float, given: dict[str, float]
+):
+    """By those ahead of them: nobody looks for the exact cut. Each of the ways to a winner is gone by some row. Few
+    logits are equal, or many, or all of them."""
+    rng = np.random.default_rng(7)
+    count = 24
+    logits, rows, positions = bounded_rows(rng, count, **given)
+    logits = np.round(logits / unit) * unit + 0.0
+    exactly, dropped = watched(monkeypatch, "_keys_kept"), watched(monkeypatch, "_is_dropped")
+    got, _, (_, [bounds], *_) = sample(logits, rows, positions, **BOUNDED)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
+    low, sure = bounds[:, 0], bounds[:, 1]
+    assert np.isfinite(sure).all()
+    assert not exactly
+    won = logits[np.arange(count), got]
+    assert (won >= low).all()
+    assert (won < sure).sum() >= 2
+    assert {bool(result.handle.data.item()) for result in dropped} == {True, False}
+    assert (won >= sure).sum() >= 3 or unit == 100.0
+
+
+def test_winners_where_the_sample_is_wrong(monkeypatch: pytest.MonkeyPatch):
+    """Tokens of the sample that are all among the best, or below the cut: sums over the row tell, and all of it is
+    searched."""
+    rng = np.random.default_rng(8)
+    count = 8
+    logits, rows, positions = bounded_rows(rng, count, top_p=0.6)
+    index = np.arange(logits.shape[1] // BOUNDED["stride"])
+    sampled = index * BOUNDED["stride"] + index * 11 % BOUNDED["stride"]
+    others = np.setdiff1d(np.arange(logits.shape[1]), sampled)
+    for row in range(count):
+        ordered = np.roll(np.sort(logits[row]), 0 if row < 4 else 675)  # the last of them are the sample's
+        logits[row, sampled], logits[row, others] = ordered[-len(index) :], rng.permutation(ordered[: -len(index)])
+    exactly, dropped = watched(monkeypatch, "_keys_kept"), watched(monkeypatch, "_is_dropped")
+    got, _, (_, [bounds], *_) = sample(logits, rows, positions, **BOUNDED)
+    np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
+    cuts = np.array([exact_cut(row, dict(top_p=0.6)) for row in logits])
+    assert np.isfinite(bounds).all()
+    assert (cuts[:4] < bounds[:4, 0]).all()
+    assert (cuts[4:] >= bounds[4:, 1]).all()
+    assert len(exactly) == count
+    assert not dropped
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_any_logits_have_an_end(value: float):
+    """Some or all of a row: an id comes out."""
+    count, vocab = 8, 300
+    logits = np.zeros((count, vocab), np.float32)
+    logits[::2, 5], logits[1::2] = value, value
+    rows = random_rows(np.random.default_rng(9), count, temperature=1.0, min_p=0.0)._replace(
+        top_p=np.float32([1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5]), top_k=np.int32([0, 0, 0, 0, 3, 3, 200, 200])
+    )
+    got, *_ = sample(logits, rows, np.zeros(count, np.int32), chunk=256, tile=256, listed=10, stride=1)
+    assert ((got >= 0) & (got < vocab)).all()
+
+
 def test_the_exact_cut_is_looked_for_where_it_matters(monkeypatch: pytest.MonkeyPatch):
-    """By top-k always, since no token is kept for sure; by top-p of many where one on the list might win."""
+    """By top-k of few always, since no token is kept for sure; by top-p of many where one below those might win."""
     rng = np.random.default_rng(5)
-    count, cut = 8, []
+    count = 8
     rows = random_rows(rng, count, temperature=1.0, min_p=0.0)._replace(
         top_p=np.float32([0.9] * 6 + [1.0] * 2), top_k=np.int32([0] * 6 + [50] * 2)
     )
-    keys_kept = triton_sampling_resolve._keys_kept
-
-    def counted(*operands):
-        cut.append(1)
-        return keys_kept(*operands)
-
-    monkeypatch.setattr(triton_sampling_resolve, "_keys_kept", counted)
+    exactly, dropped = watched(monkeypatch, "_keys_kept"), watched(monkeypatch, "_is_dropped")
     logits, positions = rng.standard_normal((count, 20000), dtype=np.float32), np.arange(count, dtype=np.int32)
     got, *_ = sample(logits, rows, positions, listed=700)
     np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
-    assert 2 <= len(cut) < count
+    assert len(exactly) == 2
+    assert len(dropped) < 6
