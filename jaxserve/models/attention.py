@@ -108,10 +108,8 @@ def attend(
 
     by_head = P(None, "tp")
     both = (CACHE_SPEC, CACHE_SPEC)
-    # Keys and values are on their way then while the new ones are written.
-    pair = spec.decode_backend == "gluon" and not spec.chained and not inputs.prefill_seq_lens.shape[0]
     run = jax.shard_map(
-        pallas_kernels.chained(local) if pair else local,
+        local,
         mesh=spec.mesh,
         in_specs=(P(None, None, "tp"), both, P(), P(), P()),
         out_specs=(by_head, both, P()),
