@@ -31,13 +31,15 @@ class Edits(NamedTuple):
     """What is added to single logits of R rows: E edits a row, a multiple of EDITS_AT_ONCE."""
 
     ids: Array  # int32 [R, E]; V and more: none
-    used: Array  # int32 [R, E / EDITS_AT_ONCE]; 0: a block without any
+    ranges: Array  # int32 [R, 2, E / EDITS_AT_ONCE]; the lowest and the highest id of each block, V and -1 of none
     values: Array  # float32 [S, E]; of all slots
 
     @classmethod
     def of(cls, ids: Array, values: Array, vocab: int) -> Edits:
-        used = (ids.reshape(len(ids), -1, EDITS_AT_ONCE) < vocab).any(-1)
-        return cls(ids, used.astype(jnp.int32), values)
+        blocks = ids.reshape(len(ids), -1, EDITS_AT_ONCE)
+        lowest = jnp.minimum(blocks.min(-1), vocab)
+        highest = jnp.where(blocks < vocab, blocks, -1).max(-1)
+        return cls(ids, jnp.stack([lowest, highest], 1), values)
 
 
 def adjust_logits(

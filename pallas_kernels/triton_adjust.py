@@ -26,20 +26,26 @@ EDITS = tl.constexpr(EDITS_AT_ONCE)
 @triton.jit
 def adjust_kernel(
     logits_ptr, seen_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr, allowed_ptr, edit_ids_ptr,
-    edited_ptr, edit_values_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
+    edit_ranges_ptr, edit_values_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
     out_ptr, sums_ptr, stats_ptr, best_ptr, sample_ptr,
-    WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
+    WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, EDIT_BLOCKS_PAD: tl.constexpr, VOCAB: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R, chunks): ``out[R, VOCAB]``; ``sums[R, 2, chunks]``, each chunk's largest logit and sum of exponentials
     relative to it; and what ``summarize`` says of the result. ``allowed`` are WORDS words of bits a row;
-    ``edited[R, EDIT_BLOCKS]`` says which blocks of EDITS have any. ``seen`` and ``edit_values`` are by slot."""
+    ``edit_ranges[R, 2, EDIT_BLOCKS]`` say between which ids the edits of a block are. ``seen`` and ``edit_values`` are
+    by slot."""
     if CHAINED:
         enter()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
+    block = tl.arange(0, EDIT_BLOCKS_PAD)
+    range_ptr = edit_ranges_ptr + row * 2 * EDIT_BLOCKS + block
+    lowest = tl.load(range_ptr, mask=block < EDIT_BLOCKS, other=VOCAB)
+    highest = tl.load(range_ptr + EDIT_BLOCKS, mask=block < EDIT_BLOCKS, other=-1)
+    near = ((lowest < (chunk + 1) * CHUNK) & (highest >= chunk * CHUNK)).to(tl.int32)
     x = tl.load(logits_ptr + row * VOCAB + ids, mask=inside, other=float("-inf"))
     peak, total = exponentials(x, ids, VOCAB)
     tl.store(sums_ptr + row * 2 * CHUNKS + chunk, peak)
@@ -57,16 +63,14 @@ def adjust_kernel(
     row_ptr = out_ptr + row * VOCAB
     tl.store(row_ptr + ids, x, mask=inside)
     tl.debug_barrier()  # other threads of the program read it, and edit it
-    changed = tl.full([], 0, tl.int32)
-    for block in range(EDIT_BLOCKS):
-        place = row * EDIT_BLOCKS + block
-        if tl.load(edited_ptr + place) != 0:
-            edited = tl.load(edit_ids_ptr + place * EDITS + tl.arange(0, EDITS))
-            mine = (edited >= chunk * CHUNK) & (edited < tl.minimum((chunk + 1) * CHUNK, VOCAB))
-            values_ptr = edit_values_ptr + (slot * EDIT_BLOCKS + block) * EDITS + tl.arange(0, EDITS)
-            tl.atomic_add(row_ptr + edited, tl.load(values_ptr, mask=mine), mask=mine, sem="relaxed")
-            changed |= tl.max(mine.to(tl.int32), 0)
-    if changed != 0:
+    if tl.max(near, 0) != 0:
+        for number in range(EDIT_BLOCKS):
+            if tl.sum(tl.where(block == number, near, 0), 0) != 0:
+                place = number * EDITS + tl.arange(0, EDITS)
+                edited = tl.load(edit_ids_ptr + row * EDIT_BLOCKS * EDITS + place)
+                mine = (edited >= chunk * CHUNK) & (edited < tl.minimum((chunk + 1) * CHUNK, VOCAB))
+                values = tl.load(edit_values_ptr + slot * EDIT_BLOCKS * EDITS + place, mask=mine)
+                tl.atomic_add(row_ptr + edited, values, mask=mine, sem="relaxed")
         tl.debug_barrier()
         x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
     summarize(
@@ -81,11 +85,12 @@ def run_adjust(
 ) -> tuple[Any, ...]:  # fmt: skip
     """``out``, ``sums``, and the sampler's ``stats``; ``operands`` are those of the kernel between logits and edits."""
     parameters, out = plan.stats
+    blocks = edits.ranges.shape[2]
     floats = [(jnp.float32, logits.shape), (jnp.float32, (plan.rows, 2, plan.chunks))]
     results: tuple[Any, ...] = call(
         adjust_kernel, (plan.rows, plan.chunks),
         (logits, *operands, *edits, rows.temperature, rows.top_p, rows.top_k), floats + out,
-        WORDS=operands[-1].shape[1], EDIT_BLOCKS=edits.used.shape[1], **parameters,
+        WORDS=operands[-1].shape[1], EDIT_BLOCKS=blocks, EDIT_BLOCKS_PAD=triton.next_power_of_2(blocks), **parameters,
     )  # fmt: skip
     return results
 

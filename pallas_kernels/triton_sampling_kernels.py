@@ -165,13 +165,14 @@ def _bracket(
     total = tl.where(cut_k, 0.0, tl.sum(sums * tl.exp((peaks - peak) * scale), 0))
     dropped = tl.sum(tl.where(x < floor, weights, 0.0), 0)  # by min-p, of the sample
     spare = dropped + (1.0 - top_p) * tl.maximum(total / each - dropped, 0.0)
+    # Weights and their squares, for either candidate: one sum of four waits for others once.
+    amounts = tl.where(tl.arange(0, 4)[:, None] % 2 == 0, weights[None, :], (weights * weights)[None, :])
     found = tl.zeros([2], tl.uint32)
     least, most = ordered(tl.full([], LEAST, tl.float32)), ordered(peak)
     for bit in range(0, PIVOT_BITS):
         candidate = found | (tl.full([2], 1, tl.uint32) << (31 - bit))
-        less = keys[None, :] < candidate[:, None]
-        below = tl.sum(tl.where(less, weights[None, :], 0.0), 1)
-        squares = tl.sum(tl.where(less, weights[None, :] * weights[None, :], 0.0), 1)
+        less = keys[None, :] < tl.reshape(tl.broadcast_to(candidate[:, None], [2, 2]), [4])[:, None]
+        below, squares = tl.split(tl.reshape(tl.sum(tl.where(less, amounts, 0.0), 1), [2, 2]))
         deviation = CERTAINTY * tl.sqrt(tl.maximum(squares - below * below / tl.maximum(number, 1.0), 0.0))
         # The sample may have missed the few below that there are, none heavier than the candidate.
         distance = tl.maximum(_float_of(tl.minimum(tl.maximum(candidate, least), most)) - peak, -1e30)
