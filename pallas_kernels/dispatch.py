@@ -103,15 +103,13 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
     return triton_chain.chained(function)
 
 
+def _launched(function: Callable[..., Any], as_chain: bool) -> Callable[..., Any]:
+    return chained(function) if as_chain else function
+
+
 def _may_launch() -> bool:
     """Whether kernels may be launched by ourselves, not XLA, as those in Gluon must be."""
     return not os.environ.get("JAXSERVE_TRITON")
-
-
-def _launched(operation: str, backend: str, as_chain: bool) -> Callable[..., Any]:
-    """An implementation, as a chain of kernels where that is wanted."""
-    run = _implementation(operation, backend)
-    return chained(run) if as_chain else run
 
 
 def add_rms_norm(x: Array, delta: Array, weight: Array, *, eps: float, backend: str) -> tuple[Array, Array]:
@@ -269,7 +267,6 @@ def adjust_logits(
     rows: SamplingRows,
     *,
     backend: str,
-    chained: bool = False,
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed, plus edits; the logarithm of each row's
     sum of exponentials before that, float32 ``[R]``, NaN where a logit is not finite; and what ``sample`` of the
@@ -279,9 +276,8 @@ def adjust_logits(
     it; ``slots[R]`` are the rows' own. ``allowed[R, ceil(V / 32)]`` holds a bit a token, id i in bit i % 32 of word
     i // 32.
     Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
-    ``chained``: as in ``sample``.
     """
-    run = _launched("adjust_logits", backend, chained)
+    run = _implementation("adjust_logits", backend)
     adjusted, sums, stats = run(logits, seen, slots, penalties, allowed, edits, rows)
     return adjusted, normalizers_of(sums), stats
 
@@ -300,5 +296,6 @@ def sample(
     Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding. With ``stats`` of
     ``adjust_logits`` the logarithms are nobody's. ``chained``, for a Hopper GPU: a chain of kernels, each of which is
     compiled once for all programs."""
-    result: tuple[Array, Array] = _launched("sample", backend, chained)(logits, rows, positions, stats)
+    run = _launched(_implementation("sample", backend), chained)
+    result: tuple[Array, Array] = run(logits, rows, positions, stats)
     return result

@@ -13,7 +13,6 @@ import triton.language as tl
 
 from pallas_kernels.adjust import EDITS_AT_ONCE, SEEN_MAX, Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
-from pallas_kernels.triton_early import enter
 from pallas_kernels.triton_sampling import SamplingPlan, plan_sampling, run_kernel
 from pallas_kernels.triton_sampling_kernels import exponentials, summarize
 
@@ -30,14 +29,11 @@ def adjust_kernel(
     out_ptr, sums_ptr, stats_ptr, best_ptr, sample_ptr,
     WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, EDIT_BLOCKS_PAD: tl.constexpr, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
-    CHAINED: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (R, chunks): ``out[R, VOCAB]``; ``sums[R, 2, chunks]``, each chunk's largest logit and sum of exponentials
     relative to it; and what ``summarize`` says of the result. ``allowed`` are WORDS words of bits a row;
     ``edit_ranges[R, 2, EDIT_BLOCKS]`` say between which ids the edits of a block are. ``seen`` and ``edit_values`` are
     by slot."""
-    if CHAINED:
-        enter()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB

@@ -170,7 +170,6 @@ def adjust(
     sampling: SamplingRows,
     *,
     backend: str,
-    chained: bool = False,
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """Inside a program: what the options of ``rows`` (slots, sequence lengths) make of ``logits[R, V]``, the logarithms
     of the sums of exponentials before that, NaN where a logit is not finite, and ``stats`` for sampling with these
@@ -191,7 +190,7 @@ def adjust(
     ids = jnp.concatenate([state.bias_ids[slots], bad_words, stop_ids, nothing], 1)
     edits = Edits.of(jnp.where(inactive | (ids == NONE), vocab, ids), state.edit_values, vocab)
     return pallas_kernels.adjust_logits(
-        logits, state.seen, slots, Penalties(*penalties.T), allowed, edits, sampling, backend=backend, chained=chained
+        logits, state.seen, slots, Penalties(*penalties.T), allowed, edits, sampling, backend=backend
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,9 +103,8 @@ def choose_with_options(
     slots, seq_lens, samples = rows
     active = state.sampling[slots, HAS_OPTIONS] == 1
     sampling = state.sampling_rows(slots)
-    how: dict[str, Any] = dict(backend=backend, chained=chained)
-    adjusted, normalizers, stats = adjust(options, logits, rows[:2], active, mask, sampling, **how)
-    tokens, _ = pallas_kernels.sample(adjusted, sampling, seq_lens, stats=stats, **how)
+    adjusted, normalizers, stats = adjust(options, logits, rows[:2], active, mask, sampling, backend=backend)
+    tokens, _ = pallas_kernels.sample(adjusted, sampling, seq_lens, stats=stats, backend=backend, chained=chained)
     result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
     barred = (jnp.take_along_axis(adjusted, tokens[:, None], 1) == -jnp.inf) & (result[:, :1] != NON_FINITE)
     result = result.at[:, :1].set(jnp.where(barred, NOTHING_ALLOWED, result[:, :1]))
