@@ -216,11 +216,12 @@ def show(result: dict[str, Any], model: str, lengths: Lengths, large: bool) -> N
             line += f" {row['floor_ms']:>7.2f} {greedy / row['floor_ms']:>8.2f} {VLLM_TPOT_MS.get(batch, ''):>6}"
         print(line)
     print(f"prefill: {result['prefill_tokens_s']:.0f} tokens/s" + (f" (vLLM {VLLM_PREFILL})" if large else ""))
-    for order, mixed in result.get("mixed", {}).items():
+    for order, figures in result.get("mixed", {}).items():
         vllm = f" (vLLM, in the order given, {VLLM_MIXED})" if large else ""
-        print(f"512 requests {order}: {mixed['output_tokens_s']:.0f} output tokens/s in {mixed['seconds']:.2f} s{vllm}")
+        rate, seconds = figures["output_tokens_s"], figures["seconds"]
+        print(f"512 requests {order}: {rate:.0f} output tokens/s in {seconds:.2f} s{vllm}")
         print(f"{'of these, steps':>24} {'number':>7} {'seconds':>8} {'ms each':>8} {'tokens':>7} {'host ms':>8}")
-        for bucket, step in sorted(mixed["steps"].items(), key=lambda item: -item[1]["seconds"]):
+        for bucket, step in sorted(figures["steps"].items(), key=lambda item: -item[1]["seconds"]):
             each = step["seconds"] / step["steps"] * 1000
             print(
                 f"{bucket:>24} {step['steps']:>7} {step['seconds']:>8.2f} {each:>8.2f} {step['tokens']:>7.0f}"

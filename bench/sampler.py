@@ -2,10 +2,10 @@
 
     python bench/sampler.py [--rows 1 32 256] [--vocab 128256] [--backend triton] [--json FILE]
 
-Microseconds on the device, from a trace, of all kernels of a step's sampling program; kernels overlap, and each counts
-for the time from the end of the one in front to its own. "normal" logits are those of
-random weights, of which top-p keeps tens of thousands; "peaked" ones have few likely tokens, as a trained model's;
-"bf16" ones are normal and many of them equal. One pass over the logits of 256 rows takes 29 us at 4.5 TB/s.
+Microseconds on the device, from a trace, of all kernels of a step's sampling program; of kernels that overlap each
+counts for what it adds. "normal" logits are those of random weights, of which top-p keeps tens of thousands; "peaked"
+ones have few likely tokens, as a trained model's; "bf16" ones are normal and many of them equal. One pass over the
+logits of 256 rows takes 29 us at 4.5 TB/s.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from bench.offline import machine
 from jaxserve.request import SamplingParams
 from jaxserve.runner.batch import BatchState, sampling_words
 from jaxserve.runner.options import OptionsState, load_row, mask_words, options_shapes, pack_row
-from jaxserve.runner.plan import chains_sampling
+from jaxserve.runner.plan import can_chain_sampling
 from jaxserve.runner.sampler import Kind, SamplerVariant, choose_tokens, choose_with_options
 from jaxserve.scheduling.schedule import RowOptions, RowSampling
 
@@ -101,7 +101,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(machine())
     capability = getattr(jax.devices()[0], "compute_capability", "")
-    how = dict(backend=arguments.backend, chained=chains_sampling(arguments.backend, capability))
+    how = dict(backend=arguments.backend, chained=can_chain_sampling(arguments.backend, capability))
     results = []
     for count in arguments.rows:
         logits = {kind: make_logits(kind, count, arguments.vocab) for kind in ("normal", "peaked", "bf16")}

@@ -237,7 +237,7 @@ def _device_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--attention-backend", choices=options.ATTENTION_BACKENDS,
-        help="mosaic_gpu: triton but for prefill, on Hopper [auto: the fastest that can be; on a CPU reference]",
+        help="triton: nothing else; mosaic_gpu: must do prefill [auto: the fastest that can be; on a CPU reference]",
     )  # fmt: skip
     group.add_argument(
         "--linear-backend", choices=options.LINEAR_BACKENDS,

@@ -55,12 +55,4 @@ def adjust_logits(
     bits = (allowed[:, ids // 32] >> (ids % 32)) & 1
     adjusted = jnp.where(bits == 1, adjusted, -jnp.inf)
     adjusted = adjusted.at[jnp.arange(len(slots))[:, None], edits.ids].add(edits.values[slots], mode="drop")
-    whole = log_normalizers(logits)
-    return adjusted, jnp.stack([whole, jnp.ones_like(whole)], 1)[:, :, None], ()
-
-
-def normalizers_of(sums: Array) -> Array:
-    """The logarithms of rows' sums of exponentials ``[R]``, of ``sums[R, 2, C]``: of C parts of a row a logarithm, and
-    the sum relative to it."""
-    peaks = sums[:, 0].max(-1, keepdims=True)
-    return peaks[:, 0] + jnp.log(jnp.sum(sums[:, 1] * jnp.exp(sums[:, 0] - peaks), -1))
+    return adjusted, log_normalizers(logits), ()

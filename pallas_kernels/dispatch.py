@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.adjust import Edits, Penalties, normalizers_of
+from pallas_kernels.adjust import Edits, Penalties
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.sampling import SamplingRows
 
@@ -101,10 +101,6 @@ def chained(function: Callable[..., Any]) -> Callable[..., Any]:
     from pallas_kernels import triton_chain  # not everywhere
 
     return triton_chain.chained(function)
-
-
-def _launched(function: Callable[..., Any], as_chain: bool) -> Callable[..., Any]:
-    return chained(function) if as_chain else function
 
 
 def _may_launch() -> bool:
@@ -278,8 +274,8 @@ def adjust_logits(
     Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
     """
     run = _implementation("adjust_logits", backend)
-    adjusted, sums, stats = run(logits, seen, slots, penalties, allowed, edits, rows)
-    return adjusted, normalizers_of(sums), stats
+    result: tuple[Array, Array, tuple[Array, ...]] = run(logits, seen, slots, penalties, allowed, edits, rows)
+    return result
 
 
 def sample(
@@ -289,13 +285,13 @@ def sample(
     *,
     backend: str,
     stats: tuple[Array, ...] = (),
-    chained: bool = False,
+    as_chain: bool = False,
 ) -> tuple[Array, Array]:
     """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
     exponentials, float32 ``[R]``, NaN where a logit is not finite; ``positions[R]`` is where the token will stand.
     Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding. With ``stats`` of
-    ``adjust_logits`` the logarithms are nobody's. ``chained``, for a Hopper GPU: a chain of kernels, each of which is
-    compiled once for all programs."""
-    run = _launched(_implementation("sample", backend), chained)
-    result: tuple[Array, Array] = run(logits, rows, positions, stats)
+    ``adjust_logits`` the logarithms are nobody's. ``as_chain``, for a Hopper GPU: a chain of kernels (``chained``),
+    each of which is compiled once for all programs."""
+    run = _implementation("sample", backend)
+    result: tuple[Array, Array] = (chained(run) if as_chain else run)(logits, rows, positions, stats)
     return result

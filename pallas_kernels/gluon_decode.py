@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, warpgroup_mma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pallas_kernels.decode_plan import DecodePlan
@@ -105,6 +105,14 @@ def _copy(tile, cache_ptr, blocks, at, first_seen, end, KV_HEADS: gl.constexpr, 
 
 
 @gluon.jit
+def _wait_for_tile(AHEAD: gl.constexpr):
+    """Until all threads' copies of the next tile are there, and nobody uses the one in front any more. (Triton puts the
+    fences that the tensor cores need before each product.)"""
+    async_copy.wait_group(2 * AHEAD - 1)
+    gl.barrier()
+
+
+@gluon.jit
 def _after(slot, RING: gl.constexpr):
     return gl.where(slot == RING - 1, 0, slot + 1)
 
@@ -154,12 +162,10 @@ def _attend(
         gdc_wait()
     q = _load_queries(q_ptr, GROUPS, ROWS, DIM)
     shared_queries.store(q)
-    fence_async_shared()
     slot = 0
     for at in range(start, stop, TILE):
         ahead = at + AHEAD * TILE
-        async_copy.wait_group(2 * AHEAD - 1)
-        gl.barrier()  # all see the tile, and nobody uses the one in front any more
+        _wait_for_tile(AHEAD)
         _copy(tiles.index(_before(slot, RING)), k_ptr, blocks, ahead, first, stop, KV_HEADS, BLOCK_SIZE)
         nothing = gl.zeros([TILE, ROWS], gl.float32, mma)
         scores = warpgroup_mma(tiles.index(slot), shared_queries.permute((1, 0)), nothing, use_acc=False) * SCALE
@@ -168,10 +174,8 @@ def _attend(
         weights, keep, peak = _weigh(scores, ((position >= first) & (position < stop))[:, None], peak)
         total = total * keep[None, :] + weights
         shared_weights.store(gl.permute(weights.to(dtype), (1, 0)))
-        fence_async_shared()
         slot = _after(slot, RING)
-        async_copy.wait_group(2 * AHEAD - 1)
-        gl.barrier()
+        _wait_for_tile(AHEAD)
         _copy(tiles.index(_before(slot, RING)), v_ptr, blocks, ahead, first, stop, KV_HEADS, BLOCK_SIZE)
         acc = warpgroup_mma(tiles.index(slot).permute((1, 0)), shared_weights.permute((1, 0)), acc * keep[None, :])
         slot, blocks = _after(slot, RING), next_blocks
@@ -252,8 +256,8 @@ class Tuning:
 
 
 FEW_ROWS = Tuning(ahead=2, programs=264)
-"""Two programs a multiprocessor, and no room for more: in a chain they come while the kernel in front still runs, and
-where four could be on one multiprocessor others would have none."""
+"""Two programs a multiprocessor and, where heads are of 128, no room for more: in a chain they come while the kernel in
+front still runs, and where four could be on one multiprocessor others would have none."""
 MANY_ROWS = Tuning(ahead=1, programs=528)
 """Four programs a multiprocessor."""
 FEWEST_ROWS, MOST_ROWS = 8, 16

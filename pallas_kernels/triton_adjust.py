@@ -96,4 +96,11 @@ def adjust_logits(
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     operands = (seen, slots, *penalties, allowed)
     adjusted, sums, *stats = run_adjust(run_kernel, plan_sampling(*logits.shape), logits, operands, edits, rows)
-    return adjusted, sums, tuple(stats)
+    return adjusted, normalizers_of(sums), tuple(stats)
+
+
+def normalizers_of(sums: Array) -> Array:
+    """The logarithms of rows' sums of exponentials ``[R]``, of ``sums[R, 2, C]``: of C parts of a row a logarithm, and
+    the sum relative to it."""
+    peaks = sums[:, 0].max(-1, keepdims=True)
+    return peaks[:, 0] + jnp.log(jnp.sum(sums[:, 1] * jnp.exp(sums[:, 0] - peaks), -1))

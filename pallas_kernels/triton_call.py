@@ -3,8 +3,8 @@
 XLA has a custom call whose kernel is given in Triton's IR. Such kernels are plain nodes of a program's CUDA graph and
 may be on the multiprocessors before the kernel in front of them has ended (programmatic dependent launch), and XLA
 compiles them, on all cores and outside Python's lock. jax-triton compiles in Python, and each of its kernels is a graph
-of its own within the graph; JAXSERVE_TRITON=jax_triton in the environment chooses it, to compare. Decode steps go
-further: see ``triton_chain``.
+of its own within the graph; JAXSERVE_TRITON=jax_triton in the environment chooses it, to compare. Decode steps
+and sampling go further: see ``triton_chain``.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _chaining = ContextVar("chaining", default=False)
 
 @contextmanager
 def chaining() -> Iterator[None]:
-    """Within, kernels are for a chain: their parameter CHAINED is true. A function that is jitted by itself must not be
-    traced here and elsewhere with the same arguments, or JAX takes the one for the other."""
+    """Within, kernels are for a chain: their parameter CHAINED, if they have it, is true. A function that is jitted by
+    itself must not be traced here and elsewhere with the same arguments, or JAX takes the one for the other."""
     token = _chaining.set(True)
     try:
         yield

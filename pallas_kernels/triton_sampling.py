@@ -9,9 +9,9 @@ Logits are read in chunks of a fixed size, a program each, so that a row's bits 
 - ``draw``: the likely winners of those above the lower one, and exact sums, which tell whether the cut is where the
   sample has it. Where few tokens are above, the upper bound is infinite, and these are listed instead.
 - ``resolve``, a program a row: the winner. Mostly it is above both bounds and kept for sure, so that nobody need know
-  the exact cut. One between them is looked for in the whole row once: are enough above it to exclude it, the winner of
+  the exact cut. One between them is compared with the whole row: are enough above it to exclude it, the winner of
   those above is next. Of a list it is the best noisy token by the exact cuts. Where the sample was wrong or the list
-  overflows (top-p after a top-k of thousands) the whole row is the list: slow, but as exact.
+  overflows (top-p after a top-k of thousands, many equal logits) the whole row is the list: slow, but as exact.
 
 The kept set, the noise and the ties are those of ``sampling``, the reference.
 """
@@ -55,7 +55,7 @@ class SamplingPlan:
     tile: int = 1024
     """Of a row's list, read in one go."""
     wide: int = 8192
-    """Of a row, read in one go."""
+    """Of a row that a token is compared with, read in one go."""
     chunk_warps: int = 2
     """Of a chunk's program: few, since its steps wait for each other, so that more programs run at a time."""
 

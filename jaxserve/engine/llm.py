@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -117,8 +116,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts in their order, with the same parameters or each with its own. Raises ``ValueError`` before
-        anything runs if one of them can never be served."""
+        """Complete prompts, with the same parameters or each with its own; answers are in the prompts' order, and the
+        longest are begun first. Raises ``ValueError`` before anything runs if one of them can never be served."""
         return self._run(self._encoded(prompts), sampling_params or self.default_sampling_params())
 
     def chat(
@@ -231,10 +230,7 @@ def longest_first(requests: Sequence[EngineRequest]) -> list[EngineRequest]:
     """Those first whose answers may be longest, others in their order: so that few are left alone at the end, where
     nobody cares who is done first."""
 
-    def limit(request: EngineRequest) -> float:
-        return math.inf if request.sampling.max_tokens is None else request.sampling.max_tokens
-
-    return sorted(requests, key=limit, reverse=True)
+    return sorted(requests, key=lambda request: request.max_tokens, reverse=True)
 
 
 def _vector(output: TokenOutput) -> np.ndarray:

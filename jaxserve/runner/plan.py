@@ -115,7 +115,7 @@ def make_plan(config: EngineConfig, model: ModelConfig, platform: str, compute_c
         decode_backend=_decode_backend(config, model, dtype, on_gpu, compute_capability),
         linear_backend=_linear_backend(config, on_gpu, compute_capability),
         prefill_backend=prefill_backend,
-        chains_sampling=chains_sampling(backend, compute_capability),
+        chains_sampling=can_chain_sampling(backend, compute_capability),
         # Not on a CPU, unless asked for: it has few sizes, far apart, and no time to lose on reading weights twice.
         step_sizes=ladder.token_sizes if on_gpu or isinstance(chunk, tuple) else (),
         chunk_tokens=(budget, budget) if chunk == "all" else chunk or GPU_CHUNK_TOKENS,
@@ -185,9 +185,9 @@ def _linear_backend(config: EngineConfig, on_gpu: bool, compute_capability: str)
     return choice
 
 
-def chains_sampling(backend: str, compute_capability: str) -> bool:
-    """Whether a ``backend``'s sampling kernels are launched as chains (``pallas_kernels.chained``), which are compiled
-    for Hopper alone."""
+def can_chain_sampling(backend: str, compute_capability: str) -> bool:
+    """Whether a ``backend``'s sampling kernels can be launched as chains (``pallas_kernels.chained``), which are
+    compiled for Hopper alone."""
     return backend == "triton" and is_hopper(compute_capability)
 
 

@@ -74,8 +74,8 @@ class Draft:
 
     def _others_may_join(self, decoding: int, more: bool) -> bool:
         """Whether a few steps may bring more prompts: where many decode, some come to an end, and their seats are taken
-        by those that wait, or by new ones if the engine is busy. Where steps take all prompts there are, nobody reads
-        along, and those that wait are all that will come."""
+        by those that wait, or by new ones if the engine is busy. Where steps take whatever prompts there are, as
+        offline, no more are expected than wait."""
         limits = self._limits
         many, busy = decoding >= limits.step_sizes[0] // 2, 2 * decoding >= limits.max_num_seqs
         return many and (more or (busy and limits.chunk_tokens[0] < limits.max_num_batched_tokens))

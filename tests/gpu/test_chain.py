@@ -54,13 +54,17 @@ def error(got: jax.Array, want: jax.Array) -> float:
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 64])
 def test_a_chain_is_as_exact_as_its_kernels_one_by_one(rows: int, params: llama.Params, spec: AttentionSpec):
-    """Beside float32. Run many times: a kernel that comes too early would show now and then."""
+    """Beside float32, and Triton's attention. Run many times: a kernel that comes too early would show now and then,
+    the more since there is NaN where the step's keys and values are to be."""
     ids, at = inputs(rows)
     shape = (rows * WIDTH + 1, BLOCK, 8, 128)
     keys = jax.random.split(jax.random.key(rows), 2 * LAYERS)
-    cache = tuple(
-        tuple(jax.random.normal(key, shape, jnp.bfloat16) for key in pair) for pair in keys.reshape(LAYERS, 2)
-    )
+
+    def former(key: jax.Array) -> jax.Array:
+        tokens = jax.random.normal(key, shape, jnp.bfloat16).reshape(-1, *shape[2:])
+        return tokens.at[at.slot_mapping].set(jnp.nan).reshape(shape)
+
+    cache = tuple(tuple(map(former, pair)) for pair in keys.reshape(LAYERS, 2))
 
     def run(dtype: jnp.dtype, **how: Any) -> Callable[[], Any]:
         forward = jax.jit(partial(llama.forward, config=LLAMA_8B(LAYERS), spec=replace(spec, **how)), donate_argnums=1)
@@ -75,6 +79,6 @@ def test_a_chain_is_as_exact_as_its_kernels_one_by_one(rows: int, params: llama.
         exact = jax.tree.leaves(run(jnp.float32, **reference)())
     step = run(jnp.bfloat16, chained=True)
     first = step()
-    assert worst(first) < 1.5 * worst(run(jnp.bfloat16)())
+    assert worst(first) < 1.5 * worst(run(jnp.bfloat16, decode_backend="triton")())
     for _ in range(RUNS):
         assert all(map(jnp.array_equal, jax.tree.leaves(step()), jax.tree.leaves(first)))

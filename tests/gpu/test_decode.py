@@ -1,4 +1,4 @@
-"""Decode attention in Gluon on the GPU against dense float64 NumPy: by itself, and as the first kernel of a chain."""
+"""Decode attention in Gluon on the GPU against dense float64 NumPy: by itself, and in a chain of two layers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ SHAPES = {
     **{name: DECODE[name] for name in ("gqa", "mqa", "block-8", "block-128", "window", "window-over-chunks")},
     **{name: DECODE[name] for name in ("padding", "padding-window", "all-padding")},
     "long": AttentionShape((3000, 1, 700, 0, 65), (1,) * 5, num_heads=14),
+    "long-many": AttentionShape((3000, 1, 700, 0, 65) * 8, (1,) * 40, num_heads=14),
     "groups-12": AttentionShape((130, 1, 1500), (1,) * 3, num_heads=24),
 }
 
 
-def attend(inputs: Inputs, chained: bool, into: np.ndarray | None = None) -> np.ndarray:
+def attend(inputs: Inputs, chained: bool, into: np.ndarray | None = None, split_size: int | None = None) -> np.ndarray:
     """The second of two layers, so that the first must leave the plan as it was."""
     shape = inputs.shape
     lens, scale = jnp.asarray(shape.seq_lens, jnp.int32), shape.head_dim**-0.5
@@ -38,7 +39,7 @@ def attend(inputs: Inputs, chained: bool, into: np.ndarray | None = None) -> np.
     def run(*operands):
         length = inputs.block_tables.shape[1] * shape.block_size
         sizes = {"kv_heads": shape.num_kv_heads, "max_seq_len": length, "window": shape.window}
-        plan = pallas_kernels.plan_decode(lens, **sizes, backend="gluon")
+        plan = pallas_kernels.plan_decode(lens, **sizes, split_size=split_size, backend="gluon")
         return (pallas_kernels.chained(layers) if chained else layers)(*operands, lens, plan, into)
 
     operands = (inputs.q, inputs.k_cache, inputs.v_cache, inputs.block_tables)
@@ -49,11 +50,19 @@ def attend(inputs: Inputs, chained: bool, into: np.ndarray | None = None) -> np.
 @pytest.mark.parametrize("times", [1, 4])
 @pytest.mark.parametrize("name", SHAPES)
 def test_equals_dense_attention(name: str, times: int, chained: bool):
-    """``times`` the sequences: beyond 32 there are other tunings."""
+    """``times`` the sequences: with more than 32 of them it works otherwise."""
     shape = SHAPES[name]
     many = replace(shape, seq_lens=shape.seq_lens * times, query_lens=shape.query_lens * times)
-    inputs = make_inputs(replace(many, head_dim=max(64, shape.head_dim) if name == "mqa" else 128), "bfloat16")
+    inputs = make_inputs(replace(many, head_dim=64 if name == "mqa" else 128), "bfloat16")
     np.testing.assert_allclose(attend(inputs, chained), dense(inputs), atol=TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(("name", "head_dim"), [("long", 64), ("long", 128), ("long-many", 128)])
+def test_a_ring_of_tiles_comes_round(name: str, head_dim: int, chained: bool):
+    """Eight tiles an item."""
+    inputs = make_inputs(replace(SHAPES[name], head_dim=head_dim), "float16")
+    np.testing.assert_allclose(attend(inputs, chained, split_size=512), dense(inputs), atol=TOLERANCE["bfloat16"])
 
 
 def test_rows_are_put_among_those_of_others():

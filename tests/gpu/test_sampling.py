@@ -35,8 +35,8 @@ def test_both_choose_the_same_tokens(vocab: int, chained: bool):
         rng.integers(0, 5, rows).astype(np.int32),
     )
     positions = rng.integers(0, 9000, rows).astype(np.int32)
-    sample = jax.jit(pallas_kernels.sample, static_argnames=("backend", "chained"))
-    got = sample(logits, settings, positions, backend="triton", chained=chained)
+    sample = jax.jit(pallas_kernels.sample, static_argnames=("backend", "as_chain"))
+    got = sample(logits, settings, positions, backend="triton", as_chain=chained)
     expected = sample(logits, settings, positions, backend="reference")
     assert (got[0] != expected[0]).sum() <= 2
     np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)

@@ -14,6 +14,8 @@ CPU, AMPERE, HOPPER = ("cpu", ""), ("gpu", "8.0"), ("gpu", "9.0")
 
 
 def backends(device, head_dim=128, num_heads=32, **options):
+    if device == HOPPER:
+        pytest.importorskip("triton", reason="Triton is for Linux only")
     model = replace(LLAMA_8B(1), head_dim=head_dim, num_heads=num_heads)
     plan = make_plan(EngineConfig(model="8B", **options), model, *device)
     return plan.attention_backend, plan.decode_backend, plan.prefill_backend

@@ -107,6 +107,7 @@ def test_decode_steps_with_an_lm_head_of_their_own_are_not_tuned():
     assert tuned("reference") == [*(f"decode of {rows}" for rows in (1, 8, 16, 32, 64, 128)), "8192 tokens"]
 
 
+@pytest.mark.filterwarnings("ignore:AnnAssign:DeprecationWarning")  # Triton's front end, Python 3.13
 @pytest.mark.parametrize(
     ("capability", "devices", "chains"), [("9.0", 1, True), ("9.0", 2, False), ("8.0", 1, False), ("10.0", 1, False)]
 )
@@ -132,4 +133,4 @@ def test_a_chain_of_what_is_no_kernel_is_refused():
     logits, positions = np.zeros((1, 8), np.float32), np.zeros(1, np.int32)
     rows = SamplingRows(*np.zeros((3, 1), np.float32), positions, np.zeros((1, 2), np.int32), positions)
     with pytest.raises(ValueError, match="a chain of kernels cannot have"):
-        pallas_kernels.sample(logits, rows, positions, backend="reference", chained=True)
+        pallas_kernels.sample(logits, rows, positions, backend="reference", as_chain=True)
