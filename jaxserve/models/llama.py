@@ -46,8 +46,8 @@ SPECS = {
 LOADING_THREADS = 8
 """Layers that are read, copied to the devices and fused there at the same time."""
 CHAINED_ROWS = 64
-"""An H200 at its power limit takes 5.64 ms for a step of 64 sequences as a chain and 5.77 without; of 128 sequences,
-7.68 and 7.50."""
+"""An H200 at its power limit takes 5.51 ms for a step of 64 sequences as a chain and 5.71 without; of 128 sequences,
+7.53 and 7.34."""
 _QKV = ("q_proj", "k_proj", "v_proj")
 
 
