@@ -106,15 +106,8 @@ class EngineCore:
         self.metrics = Metrics(
             model_name,
             startup_seconds=startup_seconds or {},
-            cache_config={
-                "block_size": str(plan.block_size),
-                "num_gpu_blocks": str(runner.num_blocks),
-                "cache_dtype": str(plan.dtype),
-                "attention_backend": plan.attention_backend,
-                "enable_prefix_caching": str(prefix_caching),
-                "decode_backend": plan.decode_backend,
-                "prefill_backend": plan.prefill_backend,
-            },
+            cache_config=plan.labels
+            | {"num_gpu_blocks": str(runner.num_blocks), "enable_prefix_caching": str(prefix_caching)},
             compile_counts=compiles.counts,
         )
         self.grammars = grammars

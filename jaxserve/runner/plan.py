@@ -69,6 +69,17 @@ class Plan:
         return self.attention_backend if small else self.prefill_backend
 
     @property
+    def labels(self) -> dict[str, str]:
+        """What metrics say of it."""
+        return {
+            "block_size": str(self.block_size),
+            "cache_dtype": str(self.dtype),
+            "attention_backend": self.attention_backend,
+            "decode_backend": self.decode_backend,
+            "prefill_backend": self.prefill_backend,
+        }
+
+    @property
     def table_width(self) -> int:
         """Blocks of a sequence of the greatest length."""
         return -(-self.max_model_len // self.block_size)

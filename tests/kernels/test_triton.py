@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: in Triton's interpreter, in a process of their own."""
+"""Triton kernels without a GPU: in Triton's interpreter, in processes of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,9 @@ import pytest
 pytest.importorskip("triton", reason="Triton is for Linux only")
 
 
-def test_in_the_interpreter():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        str(Path(__file__).with_name("interpreted.py")),
-    ]
+@pytest.mark.parametrize("tests", ["interpreted.py", "interpreted_sampling.py"])
+def test_in_the_interpreter(tests: str):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(Path(__file__).with_name(tests))]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-2000:]
