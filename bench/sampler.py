@@ -101,7 +101,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(machine())
     capability = getattr(jax.devices()[0], "compute_capability", "")
-    how = dict(backend=arguments.backend, chained=can_chain_sampling(arguments.backend, capability))
+    how = dict(backend=arguments.backend, as_chain=can_chain_sampling(arguments.backend, capability))
     results = []
     for count in arguments.rows:
         logits = {kind: make_logits(kind, count, arguments.vocab) for kind in ("normal", "peaked", "bf16")}
@@ -121,7 +121,7 @@ def main() -> None:
         arguments.json.write_text(json.dumps({"machine": machine(), "rows": results}, indent=1) + "\n", "utf-8")
 
 
-@partial(jax.jit, static_argnames=("variant", "backend", "chained"))
+@partial(jax.jit, static_argnames=("variant", "backend", "as_chain"))
 def step(
     state: BatchState,
     options: OptionsState,
@@ -129,13 +129,13 @@ def step(
     *,
     variant: SamplerVariant,
     backend: str,
-    chained: bool = False,
+    as_chain: bool = False,
 ) -> jax.Array:
     """What the runner's sampling program computes."""
     count, vocab = logits.shape
     slots = jnp.arange(count, dtype=jnp.int32)
     rows = jnp.stack([slots, slots + 1100, jnp.ones_like(slots)])
-    how: dict[str, Any] = dict(variant=variant, backend=backend, chained=chained, max_logprobs=20)
+    how: dict[str, Any] = dict(variant=variant, backend=backend, as_chain=as_chain, max_logprobs=20)
     if variant.kind is Kind.FULL:
         mask = jnp.full((count, mask_words(vocab)), -1, jnp.int32)
         return choose_with_options(state, options, logits, rows, mask, **how)[-1]

@@ -21,9 +21,9 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.gluon_linear import ring, rows_of
-from pallas_kernels.triton_call import is_chaining, triton_call
+from pallas_kernels.triton_call import is_chaining
 from pallas_kernels.triton_chain import chained
-from pallas_kernels.triton_decode import COPIES, plan_items
+from pallas_kernels.triton_decode import COPIES, plan_items, run_kernel
 from pallas_kernels.triton_decode_plan import ITEM
 from pallas_kernels.triton_softmax import LOG2E
 
@@ -324,16 +324,10 @@ def _attend_all(
     groups_pad = triton.next_power_of_2(groups)
     # Partial results that are loaded at once: 32 values a thread, or too few programs would share a multiprocessor.
     parts = max(1, min(8, 32 * 32 * WARPS // (groups_pad * dim)))
-    done, out = jax.new_ref(counters), [] if into is None else [jax.new_ref(into)]
-    scratch = [
-        jax.ShapeDtypeStruct((max_items, kv_heads, groups, dim), jnp.float32),
-        jax.ShapeDtypeStruct((max_items, kv_heads, groups, COPIES.value), jnp.float32),
-    ]
-    results = triton_call(
-        q, k_cache, v_cache, block_tables, items, done, *out, kernel=decode_kernel, grid=(max_items * kv_heads,),
-        out_type=scratch if out else [jax.ShapeDtypeStruct(q.shape, q.dtype), *scratch], num_warps=WARPS,
-        table_width=table_width, SCALE=scale * LOG2E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUPS=groups,
-        GROUPS_PAD=groups_pad, ROWS=max(groups_pad, FEWEST_ROWS), DIM=dim, BLOCK_SIZE=block_size, TILE=TILE,
+    return run_kernel(
+        (q, k_cache, v_cache, block_tables, items), counters, into, (max_items, kv_heads, groups, dim),
+        kernel=decode_kernel, grid=(max_items * kv_heads,), num_warps=WARPS, table_width=table_width,
+        SCALE=scale * LOG2E, WINDOW=window or 0, KV_HEADS=kv_heads, GROUPS=groups, GROUPS_PAD=groups_pad,
+        ROWS=max(groups_pad, FEWEST_ROWS), DIM=dim, BLOCK_SIZE=block_size, TILE=TILE,
         AHEAD=choose_tuning(num_seqs).ahead, PARTS=parts, KEEP=into is not None, EARLY=early,
     )  # fmt: skip
-    return jax.freeze(out[0]) if out else results[0], jax.freeze(done)

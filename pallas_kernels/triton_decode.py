@@ -247,16 +247,28 @@ def decode_attention(
         scale=scale, window=plan.window, scaled=k_scale is not None, wide=q.dtype == jnp.float32, keep=into is not None,
     )  # fmt: skip
     ones = jnp.ones((), jnp.float32)
+    scales = (ones if k_scale is None else k_scale, ones if v_scale is None else v_scale)
+    attended, counters = run_kernel(
+        (q, k_cache, v_cache, block_tables, items, *scales), counters, into, launch.partial_shape, kernel=decode_kernel,
+        grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages, **launch.parameters,
+    )  # fmt: skip
+    return attended, DecodePlan((items, counters), plan.window, plan.split_size)
+
+
+def run_kernel(
+    operands: tuple[Array, ...],
+    counters: Array,
+    into: Array | None,
+    partial_shape: tuple[int, int, int, int],
+    **launch: Any,
+) -> tuple[Array, Array]:
+    """Attention of the first operand, put ``into`` an array if there is one, and the counters; ``partial_shape`` is
+    that of the partial results."""
     done, out = jax.new_ref(counters), [] if into is None else [jax.new_ref(into)]
     scratch = [
-        jax.ShapeDtypeStruct(launch.partial_shape, jnp.float32),
-        jax.ShapeDtypeStruct((*launch.partial_shape[:3], COPIES.value), jnp.float32),
+        jax.ShapeDtypeStruct(partial_shape, jnp.float32),
+        jax.ShapeDtypeStruct((*partial_shape[:3], COPIES.value), jnp.float32),
     ]
-    results = triton_call(
-        q, k_cache, v_cache, block_tables, items,
-        ones if k_scale is None else k_scale, ones if v_scale is None else v_scale, done, *out,
-        kernel=decode_kernel, grid=launch.grid, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        out_type=scratch if out else [jax.ShapeDtypeStruct(q.shape, q.dtype), *scratch], **launch.parameters,
-    )  # fmt: skip
-    attended = jax.freeze(out[0]) if out else results[0]
-    return attended, DecodePlan((items, jax.freeze(done)), plan.window, plan.split_size)
+    fresh = [] if out else [jax.ShapeDtypeStruct(operands[0].shape, operands[0].dtype)]
+    results = triton_call(*operands, done, *out, out_type=[*fresh, *scratch], **launch)
+    return jax.freeze(out[0]) if out else results[0], jax.freeze(done)

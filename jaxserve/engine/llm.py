@@ -229,7 +229,6 @@ class LLM:
 def longest_first(requests: Sequence[EngineRequest]) -> list[EngineRequest]:
     """Those first whose answers may be longest, others in their order: so that few are left alone at the end, where
     nobody cares who is done first."""
-
     return sorted(requests, key=lambda request: request.max_tokens, reverse=True)
 
 

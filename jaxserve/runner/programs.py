@@ -145,7 +145,7 @@ class ProgramBuilder:
             variant=variant,
             backend=plan.attention_backend,
             max_logprobs=plan.max_logprobs,
-            chained=plan.chains_sampling and self._spec.mesh.size == 1,
+            as_chain=plan.chains_sampling and self._spec.mesh.size == 1,
         )
         logits, row_data = self._shape((rows, vocab), jnp.float32), self._shape((3, rows), np.int32)
         name = f"sample {rows} rows, {variant}"

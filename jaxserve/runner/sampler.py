@@ -69,19 +69,19 @@ def choose_tokens(
     variant: SamplerVariant,
     backend: str,
     max_logprobs: int,
-    chained: bool = False,
+    as_chain: bool = False,
 ) -> tuple[BatchState, Array]:
     """Sample ``logits[R, V]`` of ``rows[3, R]`` (slots, sequence lengths, whether the row samples), and leave the
     tokens in the state for the next step. Returns int32 ``[R, W]``: the token (or one of FAULTS), then unless all are
     greedy its log-probability, then with top log-probabilities ``max_logprobs`` ids and theirs (floats by their bits).
-    Those are of the logits as the model gave them. ``chained``: ``as_chain`` of ``pallas_kernels.sample``."""
+    Those are of the logits as the model gave them. ``as_chain``: as in ``pallas_kernels.sample``."""
     slots, seq_lens, _ = rows
     if variant.kind is Kind.GREEDY:
         tokens = jnp.argmax(logits, -1).astype(jnp.int32)
         finite = jnp.isfinite(logits).all(-1)  # not of the maximum: whether that hands a NaN on depends on the backend
         return _remember(state, slots, tokens), jnp.where(finite, tokens, NON_FINITE)[:, None]
     tokens, normalizers = pallas_kernels.sample(
-        logits, state.sampling_rows(slots), seq_lens, backend=backend, as_chain=chained
+        logits, state.sampling_rows(slots), seq_lens, backend=backend, as_chain=as_chain
     )
     result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
     return _remember(state, slots, tokens), result
@@ -97,14 +97,14 @@ def choose_with_options(
     variant: SamplerVariant,
     backend: str,
     max_logprobs: int,
-    chained: bool = False,
+    as_chain: bool = False,
 ) -> tuple[BatchState, OptionsState, Array]:
     """The same, for any request. ``mask[R, ceil(V / 32)]`` has a bit for each token that a row may choose."""
     slots, seq_lens, samples = rows
     active = state.sampling[slots, HAS_OPTIONS] == 1
     sampling = state.sampling_rows(slots)
     adjusted, normalizers, stats = adjust(options, logits, rows[:2], active, mask, sampling, backend=backend)
-    tokens, _ = pallas_kernels.sample(adjusted, sampling, seq_lens, stats=stats, backend=backend, as_chain=chained)
+    tokens, _ = pallas_kernels.sample(adjusted, sampling, seq_lens, stats=stats, backend=backend, as_chain=as_chain)
     result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
     barred = (jnp.take_along_axis(adjusted, tokens[:, None], 1) == -jnp.inf) & (result[:, :1] != NON_FINITE)
     result = result.at[:, :1].set(jnp.where(barred, NOTHING_ALLOWED, result[:, :1]))
