@@ -64,12 +64,21 @@ class Server:
 
     def process(self, module: str) -> psutil.Process:
         """The process that runs this module."""
-        [found] = [p for p in self.processes() if module in p.cmdline()]
+        [found] = self._running(module)
         return found
+
+    def _running(self, module: str) -> list[psutil.Process]:
+        def runs(process: psutil.Process) -> bool:
+            try:
+                return module in process.cmdline()
+            except psutil.NoSuchProcess:  # it has died since it was listed
+                return False
+
+        return list(filter(runs, self.processes()))
 
     @property
     def apis(self) -> list[psutil.Process]:
-        return [p for p in self.processes() if "jaxserve.server.process" in p.cmdline()]
+        return self._running("jaxserve.server.process")
 
     @property
     def engine(self) -> psutil.Process:
