@@ -93,6 +93,8 @@ def check_programs(device: Any, layers: int, backends: dict[str, str], dump: Pat
     failures = 0
     for bucket in wanted:
         failures += report(dump, functools.partial(builder.forward, bucket))
+        if bucket.prefill_rows:
+            failures += report(dump, functools.partial(builder.finish, bucket))
     for variant in VARIANTS:
         failures += report(dump, functools.partial(builder.sample, 256, variant), graph=False)
     failures += report(dump, builder.score, graph=False)

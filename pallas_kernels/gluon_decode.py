@@ -47,7 +47,10 @@ def decode_kernel(
     words = items_ptr + (1 + item) * ITEM
     seq, start, end, place = gl.load(words), gl.load(words + 1), gl.load(words + 2), gl.load(words + 3)
     first_place, count, length = gl.load(words + 4), gl.load(words + 5), gl.load(words + 6)
-    if item < number:
+    mine = item < number
+    if KEEP:
+        mine &= length > 0
+    if mine:
         row = seq * KV_HEADS + head
         acc, peak, total = _attend(
             q_ptr + row * GROUPS * DIM, k_ptr + head * DIM, v_ptr + head * DIM,
@@ -61,10 +64,7 @@ def decode_kernel(
         in_row = group[:, None] * DIM + dim[None, :]
         out = out_ptr + row * GROUPS * DIM
         if count == 1:
-            wanted = group < GROUPS
-            if KEEP:
-                wanted = wanted & (length > 0)
-            gl.store(out + in_row, result.to(out_ptr.dtype.element_ty), mask=wanted[:, None])
+            gl.store(out + in_row, result.to(out_ptr.dtype.element_ty), mask=(group < GROUPS)[:, None])
         else:
             part = (place * KV_HEADS + head) * GROUPS
             gl.store(partial_ptr + part * DIM + in_row, result, mask=(group < GROUPS)[:, None])

@@ -43,7 +43,10 @@ def decode_kernel(
     words = items_ptr + (1 + item) * ITEM
     seq, start, end, place = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
     first_place, count, length = tl.load(words + 4), tl.load(words + 5), tl.load(words + 6)
-    if item < number:
+    mine = item < number
+    if KEEP:
+        mine &= length > 0
+    if mine:
         group, dim, tile = tl.arange(0, ROWS_PAD), tl.arange(0, DIM_PAD), tl.arange(0, TILE)
         rows_seen = (group < GROUPS)[:, None] & (dim < DIM)[None, :]
         in_row = group[:, None] * DIM + dim[None, :]
@@ -76,8 +79,6 @@ def decode_kernel(
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         if SCALED:
             acc *= tl.load(v_scale_ptr + head)
-        if KEEP:
-            rows_seen &= (count > 1) | (length > 0)
         _store(
             acc, peak, total, rows_seen, row, head, place, first_place, count,
             counters_ptr, out_ptr, partial_ptr, lse_ptr, KV_HEADS, GROUPS, GROUPS_PAD, ROWS_PAD, DIM, DIM_PAD, PARTS,

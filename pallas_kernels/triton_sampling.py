@@ -54,7 +54,7 @@ class SamplingPlan:
     """What a row's list takes."""
     tile: int = 1024
     """Of a row's list, read in one go."""
-    wide: int = 8192
+    wide: int = 2048
     """Of a row that a token is compared with, read in one go."""
     chunk_warps: int = 2
     """Of a chunk's program: few, since its steps wait for each other, so that more programs run at a time."""

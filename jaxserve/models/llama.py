@@ -184,16 +184,48 @@ def forward(
     *,
     config: ModelConfig,
     spec: AttentionSpec,
-) -> tuple[Array, KVCache]:
-    """``token_ids[T]`` -> hidden states ``[T, D]`` before the last norm, and the cache with this step's KV."""
+) -> tuple[Array, Array | None, KVCache]:
+    """``token_ids[T]`` -> hidden states ``[S, D]`` of each row's last token before the last norm; where there are
+    prompts, what all tokens bring to the last layer, ``[T, D]``, for ``finish``; and the cache with this step's KV.
+
+    Of most prompt tokens the last layer has to give nothing but keys and values; the rest of it is computed for the
+    last token of each row alone.
+    """
     x = params["embed"][token_ids]
     delta = jnp.zeros_like(x)[None]  # what the layer before adds to x, in parts: the norm that follows adds it up
-    rope = rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
-    plans = tuple(plan_decode(spec, cache[0], inputs, window) for window in dict.fromkeys(config.windows))
-    layers = partial(_layers, config=config, spec=spec)
+    rope = _rope(inputs, config)
+    apart = 1 if inputs.prefill_seq_lens.shape[0] else 0
+    many = config.num_layers - apart
+    plan = partial(plan_decode, spec, cache[0], table_width=inputs.block_tables.shape[1])
+    plans = {window: plan(inputs.decode_seq_lens, window=window) for window in dict.fromkeys(config.windows[:many])}
+    layers = partial(_layers, windows=config.windows[:many], config=config, spec=spec)
     run = pallas_kernels.chained(layers) if spec.chained else layers
-    x, delta, cache = run(params["layers"], cache, x, delta, rope, inputs, plans)
-    return x + sum_parts(delta, x.dtype), cache
+    x, delta, done = run(params["layers"][:many], cache[:many], x, delta, rope, inputs, tuple(plans.values()))
+    before = None
+    if apart:
+        before = x + sum_parts(delta, x.dtype)
+        last_plan = plan(inputs.seq_lens, window=config.windows[-1])
+        x, delta, last_cache, _ = _layer(
+            params["layers"][-1], cache[-1], x, delta, rope, inputs, last_plan, config=config, spec=spec, last_only=True
+        )
+        done = (*done, last_cache)
+    return x + sum_parts(delta, x.dtype), before, done
+
+
+def finish(
+    params: Params, cache: KVCache, x: Array, inputs: AttentionInputs, *, config: ModelConfig, spec: AttentionSpec
+) -> tuple[Array, KVCache]:
+    """The last layer for all tokens of a step with prompts: from what they bring to it, ``x[T, D]``, their hidden
+    states ``[T, D]`` before the last norm, and the cache, in which the same keys and values are written again."""
+    table_width, window = inputs.block_tables.shape[1], config.windows[-1]
+    plan = plan_decode(spec, cache[-1], inputs.decode_seq_lens, table_width, window)
+    delta, rope = jnp.zeros_like(x)[None], _rope(inputs, config)
+    x, delta, last, _ = _layer(params["layers"][-1], cache[-1], x, delta, rope, inputs, plan, config=config, spec=spec)
+    return x + sum_parts(delta, x.dtype), (*cache[:-1], last)
+
+
+def _rope(inputs: AttentionInputs, config: ModelConfig) -> tuple[Array, Array]:
+    return rope_tables(inputs.positions, rope_frequencies(config.rope, config.head_dim))
 
 
 def _layers(
@@ -205,13 +237,14 @@ def _layers(
     inputs: AttentionInputs,
     plans: tuple[DecodePlan, ...],
     *,
+    windows: tuple[int | None, ...],
     config: ModelConfig,
     spec: AttentionSpec,
 ) -> tuple[Array, Array, KVCache]:
-    """All layers; ``plans`` has one for each window."""
-    by_window = dict(zip(dict.fromkeys(config.windows), plans, strict=True))
+    """Consecutive layers, whose windows are ``windows``; ``plans`` has one for each different window."""
+    by_window = dict(zip(dict.fromkeys(windows), plans, strict=True))
     new_cache = []
-    for layer, layer_cache, window in zip(layers, cache, config.windows, strict=True):
+    for layer, layer_cache, window in zip(layers, cache, windows, strict=True):
         x, delta, updated, by_window[window] = _layer(
             layer, layer_cache, x, delta, rope, inputs, by_window[window], config=config, spec=spec
         )
@@ -219,7 +252,7 @@ def _layers(
     return x, delta, tuple(new_cache)
 
 
-@partial(jax.jit, static_argnames=("config", "spec"), inline=False)
+@partial(jax.jit, static_argnames=("config", "spec", "last_only"), inline=False)
 def _layer(
     p: Params,
     cache: tuple[Array, Array],
@@ -231,14 +264,17 @@ def _layer(
     *,
     config: ModelConfig,
     spec: AttentionSpec,
+    last_only: bool = False,
 ) -> tuple[Array, Array, tuple[Array, Array], DecodePlan]:
     """The residual stream ``x[T, D]`` and what is still to be added to it, partial sums ``[P, T, D]``, before and after
-    a layer."""
+    a layer; with ``last_only``, after it of each row's last token alone."""
     add_norm = partial(pallas_kernels.add_rms_norm, eps=config.rms_norm_eps, backend=spec.backend)
     product = partial(linear_parts, backend=spec.linear_backend)
     x, normed = add_norm(x, delta, p["input_norm"])
     qkv = product(normed, p["qkv"], p.get("qkv_bias"))
-    attended, cache, plan = attend(spec, qkv, rope, cache, inputs, plan)
+    attended, cache, plan = attend(spec, qkv, rope, cache, inputs, plan, last_only=last_only)
+    if last_only:
+        x = x[inputs.last]
     delta = product(attended, p["o"], p.get("o_bias"), contract=3)
     x, normed = add_norm(x, delta, p["post_norm"])
     activated = gated_linear(

@@ -34,7 +34,7 @@ class BatchState(NamedTuple):
     block_tables: Array  # int32 [1, slots + 1, M]; the first axis is the KV cache group
     last_tokens: Array  # int32 [slots + 1], sampled by each slot's latest step
     sampling: Array  # int32 [slots + 1, SAMPLING_WORDS], floats by their bits
-    hidden: Array  # [max_num_batched_tokens, D], hidden states of the latest mixed step's tokens before the last norm
+    hidden: Array  # [max_num_batched_tokens, D] of the latest mixed step: before the last layer; finished, the last norm
 
     def sampling_rows(self, slots: Array) -> SamplingRows:
         words = self.sampling[slots]
@@ -134,7 +134,6 @@ class StepInputs(NamedTuple):
 
     token_ids: Array  # [T]
     attention: AttentionInputs
-    wanted: Array  # [R] the last token of each row, whose logits are computed
     rows: Array  # [3, R] slots, sequence lengths and whether the row samples, for the sampler
 
 
@@ -171,18 +170,19 @@ def unpack(packed: Array, state: BatchState, bucket: Bucket, block_size: int) ->
     slot_mapping = jnp.where(real, blocks * block_size, 0) + positions % block_size
 
     row = jnp.arange(bucket.rows)
+    last = starts[jnp.clip(row - decoding + 1, 0, prefill)] - 1
     attention = AttentionInputs(
         positions,
         slot_mapping,
-        decode_block_tables=tables[slots],
+        last=jnp.where(row < decoding, row, jnp.maximum(last, 0)),
+        block_tables=tables[slots],
+        seq_lens=seq_lens,
         decode_seq_lens=jnp.where(row < decoding, seq_lens, 0),
         prefill_block_tables=tables[prefill_slots],
         prefill_seq_lens=prefill_lens,
         query_start_loc=starts,
     )
-    last = starts[jnp.clip(row - decoding + 1, 0, prefill)] - 1
-    wanted = jnp.where(row < decoding, row, jnp.maximum(last, 0))
-    return StepInputs(token_ids, attention, wanted, jnp.stack([slots, seq_lens, packed[parts.samples]])), state
+    return StepInputs(token_ids, attention, jnp.stack([slots, seq_lens, packed[parts.samples]])), state
 
 
 def _update(packed: Array, parts: _Layout, state: BatchState, prefill_slots: Array, block_size: int) -> BatchState:

@@ -49,6 +49,9 @@ class Programs:
 
     forward: dict[Bucket, Any]
     """(params, cache, state, packed) -> (cache, state, logits, rows); cache and state are donated."""
+    finish: dict[Bucket, Any]
+    """(params, cache, state, packed) -> (cache, state), both donated: the last layer for all tokens of a mixed step,
+    after its ``forward``, before ``score`` and ``pool``."""
     sample: dict[tuple[int, SamplerVariant], Any]
     """(state, logits, rows) -> (state, result); the state is donated. The full ones: (state, options, logits, rows,
     mask) -> (state, options, result); state and options are donated."""
@@ -121,17 +124,33 @@ class ProgramBuilder:
             params: Any, cache: KVCache, state: BatchState, packed: Array
         ) -> tuple[KVCache, BatchState, Array, Array]:
             inputs, state = batch.unpack(packed, state, bucket, self._plan.block_size)
-            hidden, cache = self._module.forward(
+            hidden, before, cache = self._module.forward(
                 params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=spec
             )
-            if bucket.prefill_rows:
-                state = state._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden, (0, 0)))
-            logits = self._module.logits(params, hidden[inputs.wanted], config=self._model, spec=spec)
+            if before is not None:
+                state = _with_hidden(state, before)
+            logits = self._module.logits(params, hidden, config=self._model, spec=spec)
             return cache, state, logits, inputs.rows
 
         jitted = jax.jit(forward, donate_argnums=(1, 2))
         lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
         return Lowered(f"forward {bucket}", lowered, self._compiler_options(autotune), (self.cache, self.state))
+
+    def finish(self, bucket: Bucket) -> Lowered:
+        """The program that computes what the forward program of a mixed bucket leaves out."""
+        spec = self._spec_of(bucket)
+
+        def finish(params: Any, cache: KVCache, state: BatchState, packed: Array) -> tuple[KVCache, BatchState]:
+            inputs, state = batch.unpack(packed, state, bucket, self._plan.block_size)
+            hidden, cache = self._module.finish(
+                params, cache, state.hidden[: bucket.tokens], inputs.attention, config=self._model, spec=spec
+            )
+            return cache, _with_hidden(state, hidden)
+
+        jitted = jax.jit(finish, donate_argnums=(1, 2))
+        lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
+        name = f"last layer of {bucket}"
+        return Lowered(name, lowered, self._compiler_options(False), (self.cache, self.state))
 
     def _spec_of(self, bucket: Bucket) -> AttentionSpec:
         decodes_only = bucket.prefill_rows == 0
@@ -212,7 +231,8 @@ class ProgramBuilder:
         row_sizes = sorted({b.rows for b in buckets})
         samplers = [(rows, v) for rows in row_sizes for v in VARIANTS if v == self._compiled(v)]
         tuned = [bucket for bucket in reversed(buckets) if self._on_gpu and self._worth_tuning(bucket)]
-        total = len(buckets) + len(samplers) + 4
+        mixed = [bucket for bucket in buckets if bucket.prefill_rows]
+        total = len(buckets) + len(mixed) + len(samplers) + 4
         counter = itertools.count(1)
 
         def compiled(program: Lowered, alone: bool) -> Any:
@@ -234,9 +254,11 @@ class ProgramBuilder:
                 forward = {bucket: start(self.forward(bucket), alone=True) for bucket in tuned}
                 sample = {(r, v): start(self.sample(r, v)) for r, v in samplers}
                 forward |= {b: start(self.forward(b, autotune=False)) for b in reversed(buckets) if b not in tuned}
+                finish = {b: start(self.finish(b)) for b in mixed}
                 others = [start(lower()) for lower in (self.new_options, self.load_row, self.score, self.pool)]
                 return Programs(
                     {bucket: forward[bucket].result() for bucket in buckets},
+                    {bucket: program.result() for bucket, program in finish.items()},
                     {(r, v): sample[r, self._compiled(v)].result() for r in row_sizes for v in VARIANTS},
                     *(program.result() for program in others),
                 )
@@ -253,6 +275,10 @@ class ProgramBuilder:
         )
         few = bucket.prefill_rows == 0 and bucket.rows <= TUNED_ROWS
         return bucket.tokens >= TUNED_FROM or (few and not own_head)
+
+
+def _with_hidden(state: BatchState, hidden: Array) -> BatchState:
+    return state._replace(hidden=lax.dynamic_update_slice(state.hidden, hidden, (0, 0)))
 
 
 def nbytes(arrays: Any) -> int:

@@ -192,7 +192,10 @@ class ModelRunner:
         padding = SchedulerOutput()
         for _ in range(0 if self._on_cpu else 3):
             for bucket in self._programs.forward:
-                logits, rows = self._forward(padding, bucket)
+                packed = self._packed(padding, bucket)
+                logits, rows = self._forward(packed, bucket)
+                if bucket in self._programs.finish:
+                    self._finish(packed, bucket)
                 for variant in VARIANTS:
                     self._sample(logits, rows, variant)
             for program, width in (
@@ -206,14 +209,16 @@ class ModelRunner:
     def submit(self, schedule: SchedulerOutput, *, masked: bool = False) -> PendingStep:
         """Dispatch one step; returns before it has run. One that is ``masked`` waits for its ``sample``."""
         bucket = self._bucket(schedule)
-        logits, rows = self._forward(schedule, bucket)
+        packed = self._packed(schedule, bucket)
+        logits, rows = self._forward(packed, bucket)
+        prompts = self._look_at_prompts(schedule, packed, bucket)
         self._load_options(schedule)
         variant = SamplerVariant.of(schedule, masked)
 
         def dispatch(mask: np.ndarray | None) -> jax.Array:
             return self._sample(logits, rows, variant, None if mask is None else self._placed_mask(mask, bucket))
 
-        step = PendingStep(schedule, bucket, dispatch, self.plan.max_logprobs, self._look_at_prompts(schedule))
+        step = PendingStep(schedule, bucket, dispatch, self.plan.max_logprobs, prompts)
         if not masked:
             step.sample()
         return step
@@ -221,12 +226,17 @@ class ModelRunner:
     def _bucket(self, schedule: SchedulerOutput) -> Bucket:
         return self.plan.ladder.choose(len(schedule.decode), schedule.num_prefill_tokens, len(schedule.prefill))
 
-    def _forward(self, schedule: SchedulerOutput, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
-        packed = batch.pack(schedule, bucket, self.plan.block_size, null_slot=self.plan.max_num_seqs)
+    def _packed(self, schedule: SchedulerOutput, bucket: Bucket) -> np.ndarray:
+        return batch.pack(schedule, bucket, self.plan.block_size, null_slot=self.plan.max_num_seqs)
+
+    def _forward(self, packed: np.ndarray, bucket: Bucket) -> tuple[jax.Array, jax.Array]:
         self._cache, self._state, logits, rows = self._programs.forward[bucket](
             self._params, self._cache, self._state, packed
         )
         return logits, rows
+
+    def _finish(self, packed: np.ndarray, bucket: Bucket) -> None:
+        self._cache, self._state = self._programs.finish[bucket](self._params, self._cache, self._state, packed)
 
     def _sample(
         self, logits: jax.Array, rows: jax.Array, variant: SamplerVariant, mask: jax.Array | np.ndarray | None = None
@@ -239,12 +249,13 @@ class ModelRunner:
             self._state, result = program(self._state, logits, rows)
         return result
 
-    def _look_at_prompts(self, schedule: SchedulerOutput) -> PendingPrompts | None:
+    def _look_at_prompts(self, schedule: SchedulerOutput, packed: np.ndarray, bucket: Bucket) -> PendingPrompts | None:
         """Dispatch what the step's prompt work needs; None if it has none."""
         if not any(item.prompt_work for item in schedule.prefill):
             return None
-        packed = prompt_rows.pack_scores(schedule, prompt_rows.rows_at_once(self.plan))
-        scores = [self._programs.score(self._params, self._state, rows) for rows in packed]
+        self._finish(packed, bucket)
+        parts = prompt_rows.pack_scores(schedule, prompt_rows.rows_at_once(self.plan))
+        scores = [self._programs.score(self._params, self._state, rows) for rows in parts]
         spans = prompt_rows.pack_spans(schedule, self.plan.ladder.max_prefill_rows)
         sums = None if spans is None else self._programs.pool(self._params, self._state, spans)
         return PendingPrompts(scores, sums)
@@ -285,7 +296,8 @@ class ModelRunner:
 
     def logits(self, schedule: SchedulerOutput) -> np.ndarray:
         """Run a step without sampling: float32 logits ``[rows, V]`` of each row, for tests and notebooks."""
-        return np.asarray(self._forward(schedule, self._bucket(schedule))[0])[: len(schedule.rows)]
+        bucket = self._bucket(schedule)
+        return np.asarray(self._forward(self._packed(schedule, bucket), bucket)[0])[: len(schedule.rows)]
 
     def block_tables(self) -> np.ndarray:
         """The device's block tables ``[slots, M]``, copied; for looking at, not for the step path."""

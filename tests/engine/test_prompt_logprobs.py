@@ -138,7 +138,8 @@ def test_an_embedding_is_the_pooled_hidden_states_in_any_batch(llm, changes, pre
 def embedding_by_hand(model: LLM, prompt: list[int], pooling: str) -> np.ndarray:
     """From the hidden states that a lone run leaves on the device."""
     params = SamplingParams(max_tokens=0, prompt_logprobs=0)
-    model.generate(prompt, params)  # whose log-probabilities see to it that all of it is computed, in one step
+    # Whose log-probabilities see to it that all of it is computed, in one step; a first token alone has none.
+    model.generate(prompt if len(prompt) > 1 else prompt * 2, params)
     runner = model.engine.runner
     x = np.asarray(runner._state.hidden)[: len(prompt)].astype(np.float64)
     x /= np.sqrt((x**2).mean(-1, keepdims=True) + runner.model_config.rms_norm_eps)

@@ -43,8 +43,8 @@ def inputs(rows: int) -> tuple[jax.Array, AttentionInputs]:
     last = np.maximum(lens - 1, 0)
     slots = np.where(lens > 0, tables[np.arange(rows), last // BLOCK] * BLOCK + last % BLOCK, 0).astype(np.int32)
     none = np.zeros((0, WIDTH), np.int32), np.zeros(0, np.int32), np.zeros(1, np.int32)
-    ids = random.integers(0, 128000, rows).astype(np.int32)
-    return jax.tree.map(jnp.asarray, (ids, AttentionInputs(last, slots, tables, lens, *none)))
+    ids, row = random.integers(0, 128000, rows).astype(np.int32), np.arange(rows, dtype=np.int32)
+    return jax.tree.map(jnp.asarray, (ids, AttentionInputs(last, slots, row, tables, lens, lens, *none)))
 
 
 def error(got: jax.Array, want: jax.Array) -> float:

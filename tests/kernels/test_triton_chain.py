@@ -218,9 +218,8 @@ def decode_chain(rows: int, layers: int = 2) -> triton_launch.Chain:
     half, ints = partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16), partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
     params = param_structs(config, jnp.dtype(jnp.bfloat16), mesh)
     cache = ((half((64, 16, 8, 128)),) * 2,) * layers
-    inputs = AttentionInputs(
-        ints((rows,)), ints((rows,)), ints((rows, 64)), ints((rows,)), ints((0, 64)), ints((0,)), ints((1,))
-    )
+    row, tables = ints((rows,)), ints((rows, 64))
+    inputs = AttentionInputs(row, row, row, tables, row, row, ints((0, 64)), ints((0,)), ints((1,)))
     before = set(triton_launch._announced)
     forward = partial(llama.forward, config=config, spec=replace(spec, chained=True))
     jax.make_jaxpr(forward)(params, cache, ints((rows,)), inputs)

@@ -59,9 +59,9 @@ def check(decode, prefill, bucket: Bucket) -> None:
     for index, item in enumerate(decode):
         token = LAST_TOKENS[item.slot] if item.token_ids[0] == DEVICE_TOKEN else item.token_ids[0]
         _check_token(inputs, index, item.slot, token, item.seq_len - 1)
-        assert at.decode_seq_lens[index] == item.seq_len
-        assert at.decode_block_tables[index].tolist() == table(item.slot)
-        assert inputs.wanted[index] == index
+        assert at.decode_seq_lens[index] == at.seq_lens[index] == item.seq_len
+        assert at.block_tables[index].tolist() == table(item.slot)
+        assert at.last[index] == index
         assert inputs.rows[:, index].tolist() == [item.slot, item.seq_len, item.samples]
     start = len(decode)
     for row, item in enumerate(prefill):
@@ -73,7 +73,9 @@ def check(decode, prefill, bucket: Bucket) -> None:
         place = len(decode) + row
         assert at.prefill_seq_lens[row] == item.seq_len
         assert at.prefill_block_tables[row].tolist() == table(item.slot)
-        assert inputs.wanted[place] == start - 1, "the last token of the chunk"
+        assert at.seq_lens[place] == item.seq_len
+        assert at.block_tables[place].tolist() == table(item.slot)
+        assert at.last[place] == start - 1, "the last token of the chunk"
         assert inputs.rows[:, place].tolist() == [item.slot, item.seq_len, item.samples]
     assert (at.query_start_loc[len(prefill) :] == start).all()
 
@@ -82,10 +84,10 @@ def check(decode, prefill, bucket: Bucket) -> None:
     assert not at.decode_seq_lens[len(decode) :].any()
     assert not at.prefill_seq_lens[len(prefill) :].any() and not at.prefill_block_tables[len(prefill) :].any()
     count = len(decode) + len(prefill)
-    assert not at.decode_block_tables[count:].any()
+    assert not at.block_tables[count:].any() and not at.seq_lens[count:].any()
     assert (inputs.rows[0, count:] == SLOTS).all() and not inputs.rows[1:, count:].any()
-    assert inputs.wanted.shape == (bucket.rows,)
-    assert (inputs.wanted >= 0).all() and (inputs.wanted < bucket.tokens).all()
+    assert at.last.shape == (bucket.rows,)
+    assert (at.last >= 0).all() and (at.last < bucket.tokens).all()
 
 
 def _check_token(inputs: StepInputs, index: int, slot: int, token: int, position: int) -> None:
@@ -129,7 +131,7 @@ def test_a_block_appended_to_a_decoding_row():
     """It counts in this very step and stays; rows without one, and padding, change nothing."""
     inputs, after = run([request(1, [7], 17, new_blocks=[77]), request(3, [8], 24)], [], Bucket(4, 4, 0))
     assert inputs.attention.slot_mapping[:2].tolist() == [77 * BLOCK, table(3)[2] * BLOCK + 7]
-    assert inputs.attention.decode_block_tables[0].tolist() == [11, 12, 77, 14, 15]
+    assert inputs.attention.block_tables[0].tolist() == [11, 12, 77, 14, 15]
     expected = make_state().block_tables
     expected[0, 1, 2] = 77
     np.testing.assert_array_equal(after.block_tables, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import replace
 
@@ -37,10 +38,30 @@ def in_place_bytes(runner: ModelRunner) -> int:
 
 def test_every_forward_program_reuses_cache_and_state_in_place(llm):
     runner = llm(NAME).engine.runner
-    programs = runner._programs.forward
-    assert list(programs) == runner.plan.ladder.all()
-    for bucket, program in programs.items():
+    forward, finish = runner._programs.forward, runner._programs.finish
+    assert list(forward) == runner.plan.ladder.all()
+    assert list(finish) == [bucket for bucket in forward if bucket.prefill_rows]
+    for bucket, program in [*forward.items(), *finish.items()]:
         assert program.memory_analysis().alias_size_in_bytes == in_place_bytes(runner), bucket
+
+
+def test_of_most_prompt_tokens_the_last_layer_gives_keys_and_values_alone(llm):
+    runner = llm(NAME).engine.runner
+    builder = ProgramBuilder(runner.model_config, runner.plan, runner._params, runner._mesh, runner.num_blocks)
+    bucket = runner.plan.ladder.all()[-1]
+    assert bucket.tokens > bucket.rows
+    text = builder.forward(bucket).module.as_text()
+    layers = re.findall(r"call @(_layer\w*)", text)
+    assert len(layers) == runner.model_config.num_layers
+
+    def products(layer: str) -> list[int]:
+        """The rows of a layer's products, in their order."""
+        [body] = re.findall(rf"func private @{layer}\(.*?\n  }}\n", text, re.S)
+        by_parameters = r"dot_general(?!.*batching).* %arg\d+, contracting_dims = .*-> tensor<(\d+)x"
+        return [int(rows) for rows in re.findall(by_parameters, body)]
+
+    assert products(layers[-2]) == [bucket.tokens] * 4
+    assert products(layers[-1]) == [bucket.tokens] + [bucket.rows] * 3, "queries, keys and values are one"
 
 
 @pytest.mark.parametrize("donated", [None, (1,), (2,)], ids=["none", "cache only", "state only"])
