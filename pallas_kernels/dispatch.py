@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.adjust import Edits, Penalties
+from pallas_kernels.adjust import Allowed, Edits, Penalties
 from pallas_kernels.decode_plan import DecodePlan
 from pallas_kernels.sampling import SamplingRows
 
@@ -258,23 +258,22 @@ def adjust_logits(
     seen: Array,
     slots: Array,
     penalties: Penalties,
-    allowed: Array,
+    allowed: Allowed,
     edits: Edits,
     rows: SamplingRows,
     *,
     backend: str,
-) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed, plus edits; the logarithm of each row's
-    sum of exponentials before that, float32 ``[R]``, NaN where a logit is not finite; and what ``sample`` of the
-    result, for the same ``rows``, need not find out again (its ``stats``).
+) -> tuple[Array, tuple[Array, ...]]:
+    """Float32 ``logits[R, V]`` less penalties, -inf where they are not allowed, plus edits; and the ``stats`` that
+    ``sample`` of the result, for the same ``rows``, takes: what it need not find out again, and sums of exponentials
+    before all this.
 
     ``seen[S, V]``, int16, says of each slot how often a token was generated, and by its sign whether the prompt has
-    it; ``slots[R]`` are the rows' own. ``allowed[R, ceil(V / 32)]`` holds a bit a token, id i in bit i % 32 of word
-    i // 32.
-    Repetition comes first and scales towards less likely: it divides a positive logit and multiplies a negative one.
+    it; ``slots[R]`` are the rows' own. Repetition comes first and scales towards less likely: it divides a positive
+    logit and multiplies a negative one.
     """
     run = _implementation("adjust_logits", backend)
-    result: tuple[Array, Array, tuple[Array, ...]] = run(logits, seen, slots, penalties, allowed, edits, rows)
+    result: tuple[Array, tuple[Array, ...]] = run(logits, seen, slots, penalties, allowed, edits, rows)
     return result
 
 
@@ -290,8 +289,8 @@ def sample(
     """One token id a row, int32 ``[R]``, from float32 ``logits[R, V]``, and the logarithm of each row's sum of
     exponentials, float32 ``[R]``, NaN where a logit is not finite; ``positions[R]`` is where the token will stand.
     Every implementation draws the same bits (``philox``) and keeps the same tokens, but for rounding. With ``stats`` of
-    ``adjust_logits`` the logarithms are nobody's. ``as_chain``, for a Hopper GPU: a chain of kernels (``chained``),
-    each of which is compiled once for all programs."""
+    ``adjust_logits`` the logarithms are of what that was given. ``as_chain``, for a Hopper GPU: a chain of kernels
+    (``chained``), each of which is compiled once for all programs."""
     run = _implementation("sample", backend)
     result: tuple[Array, Array] = (chained(run) if as_chain else run)(logits, rows, positions, stats)
     return result

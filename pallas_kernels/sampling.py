@@ -34,12 +34,12 @@ def sample(logits: Array, rows: SamplingRows, positions: Array, stats: tuple[Arr
 
     Temperature, then min-p, top-k and top-p (over what top-k kept), then Gumbel-max: adding Gumbel noise and taking
     the largest samples the softmax exactly (Maddison et al., arXiv:1411.0030). The noise is Philox's, so the choice
-    depends on the row's own logits, seed, choice index and position alone. (``stats`` are for other implementations.)
+    depends on the row's own logits, seed, choice index and position alone.
     """
     greedy = jnp.argmax(logits, -1).astype(jnp.int32)
     is_random = rows.temperature > 0
     random = lax.cond(is_random.any(), lambda: _draw(logits, rows, positions), lambda: greedy)
-    return jnp.where(is_random, random, greedy), log_normalizers(logits)
+    return jnp.where(is_random, random, greedy), stats[0] if stats else log_normalizers(logits)
 
 
 def log_normalizers(logits: Array) -> Array:

@@ -1,5 +1,4 @@
-"""Penalties, masks and biases in Triton: one pass, which also sums the exponentials of what the model gave, and says of
-the result what the sampler's first kernel would."""
+"""Penalties, masks and biases in Triton: one pass, which also says what the sampler's first kernel would."""
 
 from __future__ import annotations
 
@@ -11,10 +10,10 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
-from pallas_kernels.adjust import EDITS_AT_ONCE, SEEN_MAX, Edits, Penalties
+from pallas_kernels.adjust import EDITS_AT_ONCE, SEEN_MAX, Allowed, Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
 from pallas_kernels.triton_sampling import SamplingPlan, plan_sampling, run_kernel
-from pallas_kernels.triton_sampling_kernels import exponentials, summarize
+from pallas_kernels.triton_sampling_kernels import cuts, in_turn, summarize, summarize_given
 
 Array = jax.Array
 
@@ -24,42 +23,51 @@ EDITS = tl.constexpr(EDITS_AT_ONCE)
 
 @triton.jit
 def adjust_kernel(
-    logits_ptr, seen_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr, allowed_ptr, edit_ids_ptr,
-    edit_ranges_ptr, edit_values_ptr, temperature_ptr, top_p_ptr, top_k_ptr,
-    out_ptr, sums_ptr, stats_ptr, best_ptr, sample_ptr,
+    logits_ptr, seen_ptr, slots_ptr, presence_ptr, frequency_ptr, repetition_ptr,
+    row_words_ptr, slot_words_ptr, restricted_ptr, edit_ids_ptr, lowest_ptr, highest_ptr, edit_values_ptr,
+    temperature_ptr, top_p_ptr, top_k_ptr, out_ptr, stats_ptr, best_ptr, sample_ptr,
     WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, EDIT_BLOCKS_PAD: tl.constexpr, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, chunks): ``out[R, VOCAB]``; ``sums[R, 2, chunks]``, each chunk's largest logit and sum of exponentials
-    relative to it; and what ``summarize`` says of the result. ``allowed`` are WORDS words of bits a row;
-    ``edit_ranges[R, 2, EDIT_BLOCKS]`` say between which ids the edits of a block are. ``seen`` and ``edit_values`` are
-    by slot."""
+    """Grid (R, chunks): ``out[R, VOCAB]``; what ``summarize_given`` says of each chunk, and ``summarize`` of the
+    result. ``row_words`` and ``slot_words`` are WORDS words of bits a row; ``lowest[R, EDIT_BLOCKS]`` and ``highest``
+    say between which ids the edits of a block are. ``seen``, ``slot_words`` and ``edit_values`` are by slot. All that
+    is read is asked for before the first sum, whose threads wait for each other."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
     block = tl.arange(0, EDIT_BLOCKS_PAD)
-    range_ptr = edit_ranges_ptr + row * 2 * EDIT_BLOCKS + block
-    lowest = tl.load(range_ptr, mask=block < EDIT_BLOCKS, other=VOCAB)
-    highest = tl.load(range_ptr + EDIT_BLOCKS, mask=block < EDIT_BLOCKS, other=-1)
+    lowest = tl.load(lowest_ptr + row * EDIT_BLOCKS + block, mask=block < EDIT_BLOCKS, other=VOCAB)
+    highest = tl.load(highest_ptr + row * EDIT_BLOCKS + block, mask=block < EDIT_BLOCKS, other=-1)
     near = ((lowest < (chunk + 1) * CHUNK) & (highest >= chunk * CHUNK)).to(tl.int32)
     x = tl.load(logits_ptr + row * VOCAB + ids, mask=inside, other=float("-inf"))
-    peak, total = exponentials(x, ids, VOCAB)
-    tl.store(sums_ptr + row * 2 * CHUNKS + chunk, peak)
-    tl.store(sums_ptr + (row * 2 + 1) * CHUNKS + chunk, total)
+    group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
+    words = tl.load(row_words_ptr + row * WORDS + group // 8, mask=group < (VOCAB + 3) // 4, other=0)
+    temperature = tl.load(temperature_ptr + row)
+    _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
     presence, frequency = tl.load(presence_ptr + row), tl.load(frequency_ptr + row)
     repetition, slot = tl.load(repetition_ptr + row), tl.load(slots_ptr + row).to(tl.int64)
-    if (presence != 0.0) | (frequency != 0.0) | (repetition != 1.0):
-        counts = tl.load(seen_ptr + slot * VOCAB + ids, mask=inside, other=0).to(tl.int32)
+    restricted = group < tl.where(tl.load(restricted_ptr + row) == 1, (VOCAB + 3) // 4, 0)
+    words = words & tl.load(slot_words_ptr + slot * WORDS + group // 8, mask=restricted, other=-1)
+    words = words >> (group % 8 * 4)
+    penalized = (presence != 0.0) | (frequency != 0.0) | (repetition != 1.0)
+    known = ids < tl.where(penalized, VOCAB, 0)
+    # As many neighbours a thread as of float32, or they would change threads on their way to the logits.
+    places = slot * VOCAB + tl.max_contiguous(ids, 4)
+    counts = tl.load(seen_ptr + places, mask=known, other=0).to(tl.int32)
+    summarize_given(x, ids, row, chunk, stats_ptr, VOCAB, CHUNKS)
+    if penalized:
         generated = counts & COUNT_BITS
         repeated = tl.where(x > 0.0, x / repetition, x * repetition)
         x = tl.where(counts != 0, repeated, x) - frequency * generated.to(tl.float32)
         x -= tl.where(generated > 0, presence, 0.0)
-    words = tl.load(allowed_ptr + row * WORDS + ids // 32, mask=inside, other=0)
-    x = tl.where((words >> (ids % 32)) & 1 == 1, x, float("-inf"))
+    allowed = in_turn(words & 1, words & 2, words & 4, words & 8)
+    x = tl.where(allowed != 0, x, float("-inf"))
     row_ptr = out_ptr + row * VOCAB
     tl.store(row_ptr + ids, x, mask=inside)
-    tl.debug_barrier()  # other threads of the program read it, and edit it
+    tl.debug_barrier()
     if tl.max(near, 0) != 0:
+        tl.debug_barrier()  # other threads of the program edit it
         for number in range(EDIT_BLOCKS):
             if tl.sum(tl.where(block == number, near, 0), 0) != 0:
                 place = number * EDITS + tl.arange(0, EDITS)
@@ -70,8 +78,8 @@ def adjust_kernel(
         tl.debug_barrier()
         x = tl.load(row_ptr + ids, mask=inside, other=float("-inf"))
     summarize(
-        x, ids, row, chunk, row_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
-        False, VOCAB, CHUNK, CHUNKS, STRIDE, SAMPLE,
+        x, tl.max(x, 0), ids, row, chunk, temperature, cut_p, cut_k, row_ptr, stats_ptr, best_ptr, sample_ptr,
+        VOCAB, CHUNK, CHUNKS, STRIDE, SAMPLE,
     )  # fmt: skip
 
 
@@ -79,28 +87,20 @@ def run_adjust(
     call: Callable[..., Any], plan: SamplingPlan, logits: Any, operands: tuple[Any, ...], edits: Edits,
     rows: SamplingRows,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``out``, ``sums``, and the sampler's ``stats``; ``operands`` are those of the kernel between logits and edits."""
+    """``out``, and the sampler's ``stats``; ``operands`` are those of the kernel between logits and edits."""
     parameters, out = plan.stats
-    blocks = edits.ranges.shape[2]
-    floats = [(jnp.float32, logits.shape), (jnp.float32, (plan.rows, 2, plan.chunks))]
+    blocks = edits.lowest.shape[1]
     results: tuple[Any, ...] = call(
         adjust_kernel, (plan.rows, plan.chunks),
-        (logits, *operands, *edits, rows.temperature, rows.top_p, rows.top_k), floats + out,
-        WORDS=operands[-1].shape[1], EDIT_BLOCKS=blocks, EDIT_BLOCKS_PAD=triton.next_power_of_2(blocks), **parameters,
+        (logits, *operands, *edits, rows.temperature, rows.top_p, rows.top_k), [(jnp.float32, logits.shape), *out],
+        WORDS=operands[-2].shape[1], EDIT_BLOCKS=blocks, EDIT_BLOCKS_PAD=triton.next_power_of_2(blocks), **parameters,
     )  # fmt: skip
     return results
 
 
 def adjust_logits(
-    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Array, edits: Edits, rows: SamplingRows
-) -> tuple[Array, Array, tuple[Array, ...]]:
-    operands = (seen, slots, *penalties, allowed)
-    adjusted, sums, *stats = run_adjust(run_kernel, plan_sampling(*logits.shape), logits, operands, edits, rows)
-    return adjusted, normalizers_of(sums), tuple(stats)
-
-
-def normalizers_of(sums: Array) -> Array:
-    """The logarithms of rows' sums of exponentials ``[R]``, of ``sums[R, 2, C]``: of C parts of a row a logarithm, and
-    the sum relative to it."""
-    peaks = sums[:, 0].max(-1, keepdims=True)
-    return peaks[:, 0] + jnp.log(jnp.sum(sums[:, 1] * jnp.exp(sums[:, 0] - peaks), -1))
+    logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Allowed, edits: Edits, rows: SamplingRows
+) -> tuple[Array, tuple[Array, ...]]:
+    operands = (seen, slots, *penalties, *allowed)
+    adjusted, *stats = run_adjust(run_kernel, plan_sampling(*logits.shape), logits, operands, edits, rows)
+    return adjusted, tuple(stats)

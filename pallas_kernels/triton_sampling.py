@@ -28,7 +28,7 @@ import triton
 
 from pallas_kernels.sampling import SamplingRows
 from pallas_kernels.triton_call import triton_call
-from pallas_kernels.triton_sampling_kernels import draw_kernel, pivot_kernel, stats_kernel
+from pallas_kernels.triton_sampling_kernels import KINDS, draw_kernel, pivot_kernel, stats_kernel
 from pallas_kernels.triton_sampling_resolve import resolve_kernel
 
 Array = jax.Array
@@ -78,7 +78,8 @@ class SamplingPlan:
         )  # fmt: skip
         rows, floats = self.rows, jnp.float32
         by_chunk = (rows, self.chunks)
-        return parameters, [(floats, (rows, 3, self.chunks)), (jnp.int32, by_chunk), (floats, (rows, self.sampled))]
+        by_kind = (rows, KINDS.value, self.chunks)
+        return parameters, [(floats, by_kind), (jnp.int32, by_chunk), (floats, (rows, self.sampled))]
 
 
 def plan_sampling(rows: int, vocab: int) -> SamplingPlan:
@@ -95,14 +96,14 @@ def run_kernels(
     noise = (rows.seeds, rows.choices, positions)
     floats, ids = jnp.float32, jnp.int32
     shared = dict(VOCAB=plan.vocab, CHUNKS=chunks)
-    of_row = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), num_warps=8, **shared)
+    of_row = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), **shared)
     if not stats:
         parameters, out = plan.stats
         stats = call(stats_kernel, (count, chunks), (logits, *cuts), out, **parameters)
     stats, argmax, sampled = stats
     [bounds] = call(
         pivot_kernel, (count,), (*cuts, rows.min_p, stats, sampled), [(floats, (count, 4))],
-        SAMPLE=plan.sampled, SAMPLE_PAD=triton.next_power_of_2(plan.sampled), LISTED=plan.listed, **of_row,
+        SAMPLE=plan.sampled, SAMPLE_PAD=triton.next_power_of_2(plan.sampled), LISTED=plan.listed, num_warps=4, **of_row,
     )  # fmt: skip
     drawn = call(
         draw_kernel, (count, chunks), (logits, *cuts, *noise, stats, bounds),
@@ -115,7 +116,8 @@ def run_kernels(
     tokens, normalizers, *_ = call(
         resolve_kernel, (count,), (logits, *cuts, *noise, stats, argmax, bounds, *drawn),
         [(ids, (count,)), (floats, (count,)), (floats, (count, plan.capacity)), (ids, (count, plan.capacity))],
-        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, WIDE=plan.wide, **of_row,
+        CHUNK=plan.chunk, SEGMENT=plan.segment, CAPACITY=plan.capacity, TILE=plan.tile, WIDE=plan.wide,
+        num_warps=8, **of_row,
     )  # fmt: skip
     return tokens, normalizers
 

@@ -7,6 +7,15 @@ import triton.language as tl
 
 from pallas_kernels.triton_early import enter
 
+PEAK, WEIGHT, GIVEN_PEAK, GIVEN_SUM = (tl.constexpr(kind) for kind in range(4))
+"""What ``stats[R, 4, chunks]`` says of a chunk: its largest logit; for top-p alone its weight, which is a sum of
+exponentials over temperature, relative to the largest; and, as the model gave the logits, the largest and the sum of
+exponentials relative to it, NaN where one is not finite."""
+KINDS = tl.constexpr(4)
+
+OF_LOW, OF_SURE, OF_FLOOR = (tl.constexpr(kind) for kind in range(3))
+"""What ``amounts[R, 3, chunks]`` are of: all at or above one of these."""
+
 TINY = tl.constexpr(2.0**-126)
 LEAST = tl.constexpr(-3.4028234663852886e38)
 """The least finite float."""
@@ -59,9 +68,22 @@ def _float_of(key):
 
 
 @triton.jit
-def chunk_peaks(stats_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+def chunk_stats(stats_ptr, row, kind, other, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    """Of all chunks of a row; ``other`` beyond them."""
     chunk = tl.arange(0, CHUNKS_PAD)
-    return tl.load(stats_ptr + row * 3 * CHUNKS + chunk, mask=chunk < CHUNKS, other=float("-inf"))
+    return tl.load(stats_ptr + (row * KINDS + kind) * CHUNKS + chunk, mask=chunk < CHUNKS, other=other)
+
+
+@triton.jit
+def chunk_peaks(stats_ptr, row, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    return chunk_stats(stats_ptr, row, PEAK, float("-inf"), CHUNKS, CHUNKS_PAD)
+
+
+@triton.jit
+def row_weight(stats_ptr, row, peaks, peak, scale, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
+    """Of all tokens of a row, relative to its largest logit."""
+    weights = chunk_stats(stats_ptr, row, WEIGHT, 0.0, CHUNKS, CHUNKS_PAD)
+    return tl.sum(weights * exp((peaks - peak) * scale), 0)
 
 
 @triton.jit
@@ -82,36 +104,28 @@ def _peak_and_floor(stats_ptr, row, temperature, min_p, CHUNKS: tl.constexpr, CH
 
 
 @triton.jit
-def exponentials(x, ids, VOCAB: tl.constexpr):
-    """The largest of a chunk's logits, and the sum of exponentials relative to it, NaN where one is not finite."""
-    peak = tl.max(x, 0)
+def summarize_given(x, ids, row, chunk, stats_ptr, VOCAB: tl.constexpr, CHUNKS: tl.constexpr):
+    """Of a chunk as the model gave it, what ``stats`` says of that; and the largest logit."""
+    peak, at = tl.max(x, 0), stats_ptr + row * KINDS * CHUNKS + chunk
     finite = (x > float("-inf")) | (ids >= VOCAB)
-    return peak, tl.sum(tl.where(finite, exp(x - tl.maximum(peak, LEAST)), float("nan")), 0)
+    tl.store(at + GIVEN_PEAK * CHUNKS, peak)
+    tl.store(at + GIVEN_SUM * CHUNKS, tl.sum(tl.where(finite, exp(x - tl.maximum(peak, LEAST)), float("nan")), 0))
+    return peak
 
 
 @triton.jit
 def summarize(
-    x, ids, row, chunk, row_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
-    NORMALIZE: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-    STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
+    x, peak, ids, row, chunk, temperature, cut_p, cut_k, row_ptr, stats_ptr, best_ptr, sample_ptr,
+    VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk, which is in ``x`` and behind ``row_ptr``: ``stats[R, 3, chunks]``, the largest logit; unless nobody
-    asks, the sum of exponentials relative to it, NaN where a logit is not finite; and, for top-p alone, that of the
-    weights, which are exponentials over temperature. ``best[R, chunks]``: the lowest id of the largest.
+    """Of a chunk, with its largest logit: the rest of ``stats``, and ``best[R, chunks]``, the lowest id of the largest.
     ``sample[R, SAMPLE]``: of each STRIDE logits one, where the row has a cut."""
-    at = stats_ptr + row * 3 * CHUNKS + chunk
-    if NORMALIZE:
-        peak, total = exponentials(x, ids, VOCAB)
-        tl.store(at + CHUNKS, total)
-    else:
-        peak = tl.max(x, 0)
-    tl.store(at, peak)
+    at = stats_ptr + row * KINDS * CHUNKS + chunk
+    tl.store(at + PEAK * CHUNKS, peak)
     tl.store(best_ptr + row * CHUNKS + chunk, tl.min(tl.where((ids < VOCAB) & (x == peak), ids, VOCAB), 0))
-    temperature = tl.load(temperature_ptr + row)
-    _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
     if (temperature > 0.0) & (cut_p | cut_k):
         if cut_k == 0:
-            tl.store(at + 2 * CHUNKS, tl.sum(exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
+            tl.store(at + WEIGHT * CHUNKS, tl.sum(exp((x - tl.maximum(peak, LEAST)) * scale_of(temperature)), 0))
         index = chunk * (CHUNK // STRIDE) + tl.arange(0, CHUNK // STRIDE)
         # Not always the first: a vocabulary may have an order.
         taken = tl.load(row_ptr + index * STRIDE + index * 11 % STRIDE, mask=index < SAMPLE, other=float("-inf"))
@@ -124,16 +138,19 @@ def stats_kernel(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (R, chunks): what ``summarize`` says of each chunk."""
+    """Grid (R, chunks): what ``summarize`` and ``summarize_given`` say of each chunk."""
     if CHAINED:
         enter()
     row, chunk = tl.program_id(0), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
     x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
+    temperature = tl.load(temperature_ptr + row)
+    _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)
+    peak = summarize_given(x, ids, row, chunk, stats_ptr, VOCAB, CHUNKS)
     summarize(
-        x, ids, row, chunk, row_ptr, temperature_ptr, top_p_ptr, top_k_ptr, stats_ptr, best_ptr, sample_ptr,
-        True, VOCAB, CHUNK, CHUNKS, STRIDE, SAMPLE,
+        x, peak, ids, row, chunk, temperature, cut_p, cut_k, row_ptr, stats_ptr, best_ptr, sample_ptr,
+        VOCAB, CHUNK, CHUNKS, STRIDE, SAMPLE,
     )  # fmt: skip
 
 
@@ -150,7 +167,7 @@ def _bracket(
     few large weights say little about where that is, and they are not below. Binary search by keys, both at once.
     """
     scale = scale_of(temperature)
-    slot, chunk = tl.arange(0, SAMPLE_PAD), tl.arange(0, CHUNKS_PAD)
+    slot = tl.arange(0, SAMPLE_PAD)
     x = tl.load(sample_ptr + row * SAMPLE + slot, mask=slot < SAMPLE, other=float("-inf"))
     valid, keys = x > float("-inf"), ordered(x)
     weights = tl.where(valid, tl.where(cut_k, 1.0, exp((x - peak) * scale)), 0.0)
@@ -161,8 +178,7 @@ def _bracket(
     upper = tl.arange(0, 2) == 1
     wanted = tl.where(upper, rank - spread - 4.0, rank + spread + 6.0)
     peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
-    sums = tl.load(stats_ptr + (row * 3 + 2) * CHUNKS + chunk, mask=chunk < CHUNKS, other=0.0)
-    total = tl.where(cut_k, 0.0, tl.sum(sums * tl.exp((peaks - peak) * scale), 0))
+    total = tl.where(cut_k, 0.0, row_weight(stats_ptr, row, peaks, peak, scale, CHUNKS, CHUNKS_PAD))
     dropped = tl.sum(tl.where(x < floor, weights, 0.0), 0)  # by min-p, of the sample
     spare = dropped + (1.0 - top_p) * tl.maximum(total / each - dropped, 0.0)
     # Weights and their squares, for either candidate: one sum of four waits for others once.
@@ -233,6 +249,12 @@ def random_words(seeds_ptr, positions_ptr, choices_ptr, row, group):
 
 
 @triton.jit
+def in_turn(a, b, c, d):
+    """``a[0], b[0], c[0], d[0], a[1]`` and so on: of groups of four ids, what each has."""
+    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+
+
+@triton.jit
 def contenders(low, sure, peak, temperature):
     """The least logit that may win with noise, of those at or above ``low``; infinite where these are listed."""
     return tl.where(sure < float("inf"), tl.maximum(low, peak - HOPELESS * temperature), float("inf"))
@@ -247,8 +269,8 @@ def draw_kernel(
 ):  # fmt: skip
     """Grid (R, chunks). Of the tokens at or above the lower bound the first and second ``arrival[R, 2, chunks]``, and
     the id (``best``) of the first; or, if the upper bound is infinite, their ``count[R, chunks]`` and the first SEGMENT
-    ids in ``list[R, chunks, SEGMENT]``. ``amounts[R, 3, chunks]``: without top-k the weight of all tokens; and the
-    number (for top-k) or weight of those at or above the lower bound, and the upper one, if finite.
+    ids in ``list[R, chunks, SEGMENT]``. ``amounts[R, 3, chunks]``: the number (for top-k) or weight of those at or
+    above the lower bound, and the upper one, if finite; and, without top-k, the weight of those that min-p keeps.
 
     The best noisy score is that of the least exponential variate over weight. An arrival is somewhat less than that: it
     has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens.
@@ -269,11 +291,13 @@ def draw_kernel(
             amount_at = amounts_ptr + 3 * row * CHUNKS + chunk
             weights = tl.full([CHUNK], 1.0, tl.float32)
             if cut_k == 0:
-                weights = tl.where(x >= floor, exp((x - peak) * scale), 0.0)
-                tl.store(amount_at, tl.sum(weights, 0))
-            tl.store(amount_at + CHUNKS, tl.sum(tl.where(x >= low, weights, 0.0), 0))
+                weights = exp((x - peak) * scale)
+                if floor > LEAST:
+                    weights = tl.where(x >= floor, weights, 0.0)
+                    tl.store(amount_at + OF_FLOOR * CHUNKS, tl.sum(weights, 0))
+            tl.store(amount_at + OF_LOW * CHUNKS, tl.sum(tl.where(x >= low, weights, 0.0), 0))
             if sure < float("inf"):
-                tl.store(amount_at + 2 * CHUNKS, tl.sum(tl.where(x >= sure, weights, 0.0), 0))
+                tl.store(amount_at + OF_SURE * CHUNKS, tl.sum(tl.where(x >= sure, weights, 0.0), 0))
             else:
                 asked = (x >= low).to(tl.int32)
                 count = tl.sum(asked, 0)
@@ -283,10 +307,9 @@ def draw_kernel(
                     tl.store(list_ptr + place.to(tl.int64) * SEGMENT + slot, ids, mask=(asked == 1) & (slot < SEGMENT))
         first, best = tl.full([], float("inf"), tl.float32), tl.full([], VOCAB, tl.int32)
         second, least = first, contenders(low, sure, peak, temperature)
-        if tl.load(stats_ptr + row * 3 * CHUNKS + chunk) >= least:
+        if tl.load(stats_ptr + (row * KINDS + PEAK) * CHUNKS + chunk) >= least:
             group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
-            a, b, c, d = random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)
-            bits = tl.interleave(tl.interleave(a, c), tl.interleave(b, d)).to(tl.float32)
+            bits = in_turn(*random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)).to(tl.float32)
             arrival = bits * (STEP + bits * HALF_SQUARE) * exp((peak - x) * scale)
             arrival = tl.where(x >= least, arrival, float("inf"))
             first = tl.min(arrival, 0)

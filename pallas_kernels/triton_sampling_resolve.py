@@ -7,15 +7,23 @@ import triton.language as tl
 
 from pallas_kernels.triton_early import enter
 from pallas_kernels.triton_sampling_kernels import (
+    GIVEN_PEAK,
+    GIVEN_SUM,
+    LEAST,
+    OF_FLOOR,
+    OF_LOW,
+    OF_SURE,
     STEP,
     TINY,
     bounds_of,
     chunk_peaks,
+    chunk_stats,
     contenders,
     cuts,
     exp,
     ordered,
     random_words,
+    row_weight,
     scale_of,
 )
 
@@ -310,17 +318,18 @@ def resolve_kernel(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (R,): a token id a row, and the logarithm of the row's sum of exponentials. ``tokens[R, CAPACITY]`` and
-    ``ids[R, CAPACITY]`` are scratch."""
+    """Grid (R,): a token id a row, and the logarithm of the sum of exponentials of what the model gave.
+    ``tokens[R, CAPACITY]`` and ``ids[R, CAPACITY]`` are scratch."""
     if CHAINED:
         enter()
     row, chunk = tl.program_id(0), tl.arange(0, CHUNKS_PAD)
     here, place = chunk < CHUNKS, row * CHUNKS + chunk
     peaks = chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD)
-    peak = tl.max(peaks, 0)
-    exponentials = tl.load(stats_ptr + (row * 3 + 1) * CHUNKS + chunk, mask=here, other=0.0)
-    exponentials = tl.where(here, exponentials * tl.exp(peaks - peak), 0.0)
-    tl.store(normalizer_ptr + row, peak + tl.log(tl.sum(exponentials, 0)))
+    given_peaks = chunk_stats(stats_ptr, row, GIVEN_PEAK, float("-inf"), CHUNKS, CHUNKS_PAD)
+    sums = chunk_stats(stats_ptr, row, GIVEN_SUM, 0.0, CHUNKS, CHUNKS_PAD)
+    peak, given_peak = tl.max(peaks, 0), tl.max(given_peaks, 0)
+    sums = tl.where(here, sums * tl.exp(given_peaks - given_peak), 0.0)
+    tl.store(normalizer_ptr + row, given_peak + tl.log(tl.sum(sums, 0)))
     best = tl.min(tl.where(peaks == peak, tl.load(argmax_ptr + place, mask=here, other=VOCAB), VOCAB), 0)
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
@@ -331,9 +340,12 @@ def resolve_kernel(
         bounded = tl.full([], 1, tl.int1)
         if cut_p | cut_k:
             row_amounts_ptr = amounts_ptr + 3 * row * CHUNKS
-            weight = _amount(row_amounts_ptr, 0, CHUNKS, CHUNKS_PAD)
-            within = _amount(row_amounts_ptr, 1, CHUNKS, CHUNKS_PAD)
-            above = tl.where(sure < float("inf"), _amount(row_amounts_ptr, 2, CHUNKS, CHUNKS_PAD), 0.0)
+            if floor > LEAST:
+                weight = _amount(row_amounts_ptr, OF_FLOOR, CHUNKS, CHUNKS_PAD)
+            else:
+                weight = row_weight(stats_ptr, row, peaks, peak, scale, CHUNKS, CHUNKS_PAD)
+            within = _amount(row_amounts_ptr, OF_LOW, CHUNKS, CHUNKS_PAD)
+            above = tl.where(sure < float("inf"), _amount(row_amounts_ptr, OF_SURE, CHUNKS, CHUNKS_PAD), 0.0)
             wanted = tl.where(cut_k, top_k.to(tl.float32), tl.maximum(top_p * weight, TINY))
             missing = wanted - above
             bounded = (missing > 0.0) & ((within >= wanted) | (low <= floor))

@@ -24,7 +24,7 @@ from jaxserve.request import (
     SamplingParams,
 )
 from jaxserve.scheduling.schedule import RowOptions
-from pallas_kernels.adjust import EDITS_AT_ONCE, SEEN_MAX, Edits, Penalties
+from pallas_kernels.adjust import EDITS_AT_ONCE, SEEN_MAX, Allowed, Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
 
 Array = jax.Array
@@ -170,10 +170,10 @@ def adjust(
     sampling: SamplingRows,
     *,
     backend: str,
-) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Inside a program: what the options of ``rows`` (slots, sequence lengths) make of ``logits[R, V]``, the logarithms
-    of the sums of exponentials before that, NaN where a logit is not finite, and ``stats`` for sampling with these
-    parameters. Rows that are not ``active`` have no options; ``mask[R, ceil(V / 32)]``, a bit a token, is for all.
+) -> tuple[Array, tuple[Array, ...]]:
+    """Inside a program: what the options of ``rows`` (slots, sequence lengths) make of ``logits[R, V]``, and the
+    ``stats`` for sampling from it with these parameters. Rows that are not ``active`` have no options;
+    ``mask[R, ceil(V / 32)]``, a bit a token, is for all.
 
     Penalties come first, so that a bias is added as it is.
     """
@@ -181,7 +181,7 @@ def adjust(
     vocab, inactive = logits.shape[1], ~active[:, None]
     numbers = state.numbers[slots]
     penalties = jnp.where(inactive, jnp.array([0.0, 0.0, 1.0]), lax.bitcast_convert_type(numbers[:, :3], jnp.float32))
-    allowed = jnp.where(inactive, -1, state.allowed[slots]) & mask
+    allowed = Allowed(mask, state.allowed, active.astype(jnp.int32))
     words = state.bad_words[slots]
     matches = ((words[:, :, :-1] == NONE) | (words[:, :, :-1] == state.recent[slots][:, None])).all(-1)
     bad_words = jnp.where(matches, words[:, :, -1], NONE)

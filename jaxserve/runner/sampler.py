@@ -103,8 +103,10 @@ def choose_with_options(
     slots, seq_lens, samples = rows
     active = state.sampling[slots, HAS_OPTIONS] == 1
     sampling = state.sampling_rows(slots)
-    adjusted, normalizers, stats = adjust(options, logits, rows[:2], active, mask, sampling, backend=backend)
-    tokens, _ = pallas_kernels.sample(adjusted, sampling, seq_lens, stats=stats, backend=backend, as_chain=as_chain)
+    adjusted, stats = adjust(options, logits, rows[:2], active, mask, sampling, backend=backend)
+    tokens, normalizers = pallas_kernels.sample(
+        adjusted, sampling, seq_lens, stats=stats, backend=backend, as_chain=as_chain
+    )
     result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
     barred = (jnp.take_along_axis(adjusted, tokens[:, None], 1) == -jnp.inf) & (result[:, :1] != NON_FINITE)
     result = result.at[:, :1].set(jnp.where(barred, NOTHING_ALLOWED, result[:, :1]))

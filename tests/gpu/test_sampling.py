@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels.adjust import Edits, Penalties
+from pallas_kernels.adjust import Allowed, Edits, Penalties
 from pallas_kernels.sampling import SamplingRows
 from tests.kernels.test_sampling import critical_value, make_logits, make_rows, sorted_keep
 
@@ -70,7 +70,8 @@ def test_penalties_and_masks():
     logits = rng.standard_normal((rows, vocab), dtype=np.float32) * 4
     logits[4, 7] = np.nan
     seen = rng.choice([0, 0, 1, 2, 300, -(2**15), 3 - 2**15], (rows, vocab)).astype(np.int16)
-    allowed = rng.integers(-(2**31), 2**31, (rows, vocab // 32)).astype(np.int32)
+    words = rng.integers(-(2**31), 2**31, (2, rows, vocab // 32)).astype(np.int32)
+    allowed = Allowed(*words, np.arange(rows, dtype=np.int32) % 2)
     penalties = Penalties(*rng.choice([0.0, 0.5, 1.0], (3, rows)).astype(np.float32) + np.float32([[0], [0], [0.5]]))
     slots = rng.permutation(rows).astype(np.int32)
     ids = rng.integers(0, 2 * vocab, (rows, 1024)).astype(np.int32)
@@ -81,8 +82,8 @@ def test_penalties_and_masks():
     adjust = jax.jit(pallas_kernels.adjust_logits, static_argnames="backend")
     got, expected = (adjust(*operands, backend=backend) for backend in ("triton", "reference"))
     np.testing.assert_allclose(got[0], expected[0], rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(got[1], expected[1], rtol=1e-6)
     drawn = (got[0], operands[-1], np.arange(rows, dtype=np.int32))
-    with_stats, without = (pallas_kernels.sample(*drawn, stats=s, backend="triton")[0] for s in (got[2], ()))
+    with_stats, without = (pallas_kernels.sample(*drawn, stats=s, backend="triton") for s in (got[1], ()))
+    np.testing.assert_allclose(with_stats[1], *expected[1], rtol=1e-6)
     finite = np.arange(rows) != 4
-    np.testing.assert_array_equal(with_stats[finite], without[finite])
+    np.testing.assert_array_equal(with_stats[0][finite], without[0][finite])

@@ -175,8 +175,9 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     logits = rng.standard_normal((count, vocab), dtype=np.float32) * 4
     logits[4, 7] = -np.inf
     seen = rng.choice([0, 0, 1, 2, 30, -(2**15), 3 - 2**15], (4, vocab)).astype(np.int16)
-    allowed = rng.integers(-(2**31), 2**31, (count, -(-vocab // 32))).astype(np.int32)
-    allowed[0], allowed[5], allowed[5, 0] = -1, 0, 8
+    by_row, by_slot = (rng.integers(-(2**31), 2**31, (n, -(-vocab // 32))).astype(np.int32) for n in (count, 4))
+    by_row[0], by_row[5], by_row[5, 0] = -1, 0, 8
+    allowed = adjust.Allowed(by_row, by_slot, np.array([0, 1, 0, 1, 0, 0], np.int32))
     columns = [[0.5, 0, 0, -2.0, 0, 0], [0.25, 0, 0, 0, 1.0, 0], [1.5, 1.0, 0.8, 1.0, 1.0, 1.0]]
     penalties = adjust.Penalties(*np.array(columns, np.float32))
     # Some in a second block, where others have none; one token with a bias is barred as well; one row has none.
@@ -189,21 +190,21 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     rows = random_rows(rng, count)
     positions = np.arange(count, dtype=np.int32)
     operands = (logits, seen, slots, penalties, allowed, edits, rows)
-    adjusted, normalizers, _ = jax.jit(pallas_kernels.adjust_logits, static_argnames="backend")(
+    adjusted, [normalizers] = jax.jit(pallas_kernels.adjust_logits, static_argnames="backend")(
         *operands, backend="reference"
     )
     plan = dataclasses.replace(triton_sampling.plan_sampling(count, vocab), segment=64, tile=256, **sizes)
-    operands = (seen, slots, *penalties, allowed)
-    out, sums, *stats = triton_adjust.run_adjust(run_kernel, plan, logits, operands, edits, rows)
+    operands = (seen, slots, *penalties, *allowed)
+    out, *stats = triton_adjust.run_adjust(run_kernel, plan, logits, operands, edits, rows)
     np.testing.assert_allclose(out.array, adjusted, rtol=1e-6)
-    np.testing.assert_allclose(triton_adjust.normalizers_of(sums.array), normalizers, rtol=1e-6)
     assert np.isnan(normalizers).tolist() == [False] * 4 + [True, False]
-    tokens, _ = triton_sampling.run_kernels(run_kernel, plan, out, rows, positions, stats)
+    tokens, got = triton_sampling.run_kernels(run_kernel, plan, out, rows, positions, stats)
+    np.testing.assert_allclose(got.array, normalizers, rtol=1e-6)
     parameters, shapes = plan.stats
     operands = (out, rows.temperature, rows.top_p, rows.top_k)
-    sums, *others = run_kernel(triton_sampling.stats_kernel, (count, plan.chunks), operands, shapes, **parameters)
-    sums.array[:, 1] = POISON  # nobody asked
-    for got, expected in zip(stats, (sums, *others), strict=True):
+    of_result = run_kernel(triton_sampling.stats_kernel, (count, plan.chunks), operands, shapes, **parameters)
+    stats[0].array[:, 2:] = of_result[0].array[:, 2:]  # what the model gave is something else
+    for got, expected in zip(stats, of_result, strict=True):
         np.testing.assert_array_equal(got.array, expected.array)
     np.testing.assert_array_equal(tokens.array, reference_sample(out.array, rows, positions)[0])
 
