@@ -18,11 +18,15 @@ class SchedulerLimits:
     step_sizes: tuple[int, ...] = ()
     """What steps with prompts are padded to, in increasing order; empty: steps are as large as they can be."""
     chunk_tokens: tuple[int, int] = (1, 1 << 30)
-    """Prompt tokens of a step in which sequences decode: where few wait, and where many do. Only with sizes."""
+    """Prompt tokens of a step in which sequences decode: where few wait and few decode, and where many wait. Only with
+    sizes."""
 
 
 PROMPT_STEPS = 18
 """Over about so many steps the prompt tokens that wait are spread while sequences decode."""
+PER_DECODING = 3
+"""Prompt tokens that a step takes at least, if there are so many, for each sequence that decodes in it: the longer it
+is anyway, the less more of them matter, and the fewer such steps there are."""
 MAX_POSTPONED = 4
 """Steps in a row that may leave prompts to later ones."""
 
@@ -60,7 +64,8 @@ class Draft:
         wanted = prompt_tokens
         if decoding:
             low, high = self._limits.chunk_tokens
-            wanted = min(prompt_tokens, max(low, min(high, prompt_tokens // PROMPT_STEPS)))
+            some = max(PER_DECODING * decoding, prompt_tokens // PROMPT_STEPS)
+            wanted = min(prompt_tokens, max(low, min(high, some)))
         place = min(bisect_left(sizes, decoding + wanted), len(sizes) - 1)
         padding = sizes[place] - decoding - prompt_tokens
         # Where nobody decodes, another step reads the weights once more: the time of so many tokens.

@@ -66,6 +66,17 @@ def seven_decode(max_num_seqs: int, **limits: Any) -> Scheduler:
     return scheduler
 
 
+@pytest.mark.parametrize(("decoding", "tokens"), [(1, 8), (2, 8), (4, 16), (7, 32)])
+def test_steps_with_prompts_are_longer_the_more_sequences_decode(decoding, tokens):
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=decoding + 1, budget=64, prefill_rows=16, **SIZES)
+    for _ in range(decoding):
+        scheduler.add(make_request(2, 50))
+    run_step(scheduler)
+    scheduler.add(make_request(60))
+    step = run_step(scheduler)
+    assert (len(step.decode), step.num_tokens) == (decoding, tokens)
+
+
 def test_the_rest_of_a_prompt_is_computed_at_once_beside_many_that_decode():
     """Where the next smaller size has room for a token or two, it takes them all to come to an end."""
     scheduler = seven_decode(max_num_seqs=16)
