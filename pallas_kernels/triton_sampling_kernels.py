@@ -29,6 +29,10 @@ HOPELESS = tl.constexpr(30.0)
 STEP = tl.constexpr(2.0**-32)
 """Of the uniform numbers."""
 HALF_SQUARE = tl.constexpr(2.0**-65)
+QUARTER_STEP = tl.constexpr(2.0**-34)
+"""Less than what half a step adds to an arrival, which is never zero so."""
+NEVER = tl.constexpr(2.0**126)
+"""Later than any arrival."""
 PIVOT_BITS = tl.constexpr(17)
 """Of a pivot's key: sign, exponent and 8 bits of mantissa."""
 PIVOT_STEP = tl.constexpr(1 << 15)
@@ -273,7 +277,8 @@ def draw_kernel(
     above the lower bound, and the upper one, if finite; and, without top-k, the weight of those that min-p keeps.
 
     The best noisy score is that of the least exponential variate over weight. An arrival is somewhat less than that: it
-    has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens.
+    has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens, and not its
+    last bits.
     """
     if CHAINED:
         enter()
@@ -305,16 +310,21 @@ def draw_kernel(
                 if count > 0:
                     slot = tl.cumsum(asked, 0) - 1
                     tl.store(list_ptr + place.to(tl.int64) * SEGMENT + slot, ids, mask=(asked == 1) & (slot < SEGMENT))
-        first, best = tl.full([], float("inf"), tl.float32), tl.full([], VOCAB, tl.int32)
+        first, best = tl.full([], NEVER, tl.float32), tl.full([], VOCAB, tl.int32)
         second, least = first, contenders(low, sure, peak, temperature)
         if tl.load(stats_ptr + (row * KINDS + PEAK) * CHUNKS + chunk) >= least:
             group = chunk * (CHUNK // 4) + tl.arange(0, CHUNK // 4)
             bits = in_turn(*random_words(seeds_ptr, positions_ptr, choices_ptr, row, group)).to(tl.float32)
-            arrival = bits * (STEP + bits * HALF_SQUARE) * exp((peak - x) * scale)
-            arrival = tl.where(x >= least, arrival, float("inf"))
+            arrival = (bits * (STEP + bits * HALF_SQUARE) + QUARTER_STEP) * exp((peak - x) * scale)
+            # The last bits say whose it is, so that no two are the same.
+            last_bits: tl.constexpr = CHUNK - 1
+            arrival = tl.where(x >= least, arrival, NEVER).to(tl.int32, bitcast=True)
+            arrival = ((arrival & ~last_bits) | (ids & last_bits)).to(tl.float32, bitcast=True)
             first = tl.min(arrival, 0)
-            best = tl.min(tl.where(arrival == first, ids, VOCAB), 0)
-            second = tl.min(tl.where(ids == best, float("inf"), arrival), 0)
+            second = tl.min(tl.where(arrival == first, NEVER, arrival), 0)
+            best = chunk * CHUNK + (first.to(tl.int32, bitcast=True) & last_bits)
+            first = (first.to(tl.int32, bitcast=True) & ~last_bits).to(tl.float32, bitcast=True)
+            second = (second.to(tl.int32, bitcast=True) & ~last_bits).to(tl.float32, bitcast=True)
         tl.store(arrival_ptr + 2 * row * CHUNKS + chunk, first)
         tl.store(arrival_ptr + (2 * row + 1) * CHUNKS + chunk, second)
         tl.store(best_ptr + place, best)

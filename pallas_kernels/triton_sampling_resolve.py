@@ -10,6 +10,7 @@ from pallas_kernels.triton_sampling_kernels import (
     GIVEN_PEAK,
     GIVEN_SUM,
     LEAST,
+    NEVER,
     OF_FLOOR,
     OF_LOW,
     OF_SURE,
@@ -240,7 +241,7 @@ def _draw_ahead(
     its chunk."""
     chunk = tl.arange(0, CHUNKS_PAD)
     here = chunk < CHUNKS
-    some = tl.load(arrival_ptr + chunk, mask=here, other=float("inf")) < float("inf")
+    some = tl.load(arrival_ptr + chunk, mask=here, other=NEVER) < NEVER
     firsts = tl.load(best_ptr + chunk, mask=some, other=0)
     logits = tl.load(row_ptr + firsts)
     score, best = _better(
@@ -248,8 +249,8 @@ def _draw_ahead(
         seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB,
     )  # fmt: skip
     # None of a chunk arrives before its second, be its first one of these or not.
-    limit = ROUNDING * tl.exp(-score)
-    seconds = tl.load(arrival_ptr + CHUNKS + chunk, mask=here, other=float("inf"))
+    limit = tl.where(score > float("-inf"), ROUNDING * tl.exp(-score), NEVER)
+    seconds = tl.load(arrival_ptr + CHUNKS + chunk, mask=here, other=NEVER)
     rival = tl.min(tl.where(seconds < limit, chunk, CHUNKS), 0)
     while rival < CHUNKS:
         for at in range(rival * CHUNK, (rival + 1) * CHUNK, TILE):
@@ -259,7 +260,7 @@ def _draw_ahead(
                 score, best, (x >= least) & _ahead(x, ids, key, token), ids, x,
                 seeds_ptr, positions_ptr, choices_ptr, row, peak, scale, VOCAB,
             )  # fmt: skip
-        seconds = tl.where(chunk == rival, float("inf"), seconds)
+        seconds = tl.where(chunk == rival, NEVER, seconds)
         rival = tl.min(tl.where(seconds < limit, chunk, CHUNKS), 0)
     return score, best
 
