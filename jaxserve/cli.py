@@ -207,7 +207,7 @@ def _engine_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--max-num-batched-tokens", type=_count, metavar="N", help="tokens a step [CPU 512, GPU 8192]")
     group.add_argument(
         "--prefill-chunk-tokens", type=_chunk, metavar="LOW,HIGH|all",
-        help="prompt tokens a step beside decoding: LOW where few wait or decode, up to HIGH [CPU all, GPU 384,1792]",
+        help="prompt tokens a step beside decoding: LOW where few wait and decode, up to HIGH [CPU all, GPU 384,1792]",
     )  # fmt: skip
     group.add_argument(
         "--scheduling-policy", choices=("fcfs", "priority"), help="order of admission: by arrival or by priority [fcfs]"

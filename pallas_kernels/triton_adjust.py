@@ -31,8 +31,8 @@ def adjust_kernel(
 ):  # fmt: skip
     """Grid (R, chunks): ``out[R, VOCAB]``; what ``summarize_given`` says of each chunk, and ``summarize`` of the
     result. ``row_words`` and ``slot_words`` are WORDS words of bits a row; ``lowest[R, EDIT_BLOCKS]`` and ``highest``
-    say between which ids the edits of a block are. ``seen``, ``slot_words`` and ``edit_values`` are by slot. All that
-    is read is asked for before the first sum, whose threads wait for each other."""
+    say between which ids the edits of a block are. ``seen``, ``slot_words`` and ``edit_values`` are by slot. What
+    all programs read is asked for before the first sum, whose threads wait for each other."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
@@ -65,9 +65,8 @@ def adjust_kernel(
     x = tl.where(allowed != 0, x, float("-inf"))
     row_ptr = out_ptr + row * VOCAB
     tl.store(row_ptr + ids, x, mask=inside)
-    tl.debug_barrier()
+    tl.debug_barrier()  # other threads of the program read it, and edit it
     if tl.max(near, 0) != 0:
-        tl.debug_barrier()  # other threads of the program edit it
         for number in range(EDIT_BLOCKS):
             if tl.sum(tl.where(block == number, near, 0), 0) != 0:
                 place = number * EDITS + tl.arange(0, EDITS)
@@ -84,16 +83,17 @@ def adjust_kernel(
 
 
 def run_adjust(
-    call: Callable[..., Any], plan: SamplingPlan, logits: Any, operands: tuple[Any, ...], edits: Edits,
-    rows: SamplingRows,
+    call: Callable[..., Any], plan: SamplingPlan, logits: Any, seen: Any, slots: Any, penalties: Penalties,
+    allowed: Allowed, edits: Edits, rows: SamplingRows,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """``out``, and the sampler's ``stats``; ``operands`` are those of the kernel between logits and edits."""
+    """``out``, and the sampler's ``stats``."""
     parameters, out = plan.stats
     blocks = edits.lowest.shape[1]
     results: tuple[Any, ...] = call(
         adjust_kernel, (plan.rows, plan.chunks),
-        (logits, *operands, *edits, rows.temperature, rows.top_p, rows.top_k), [(jnp.float32, logits.shape), *out],
-        WORDS=operands[-2].shape[1], EDIT_BLOCKS=blocks, EDIT_BLOCKS_PAD=triton.next_power_of_2(blocks), **parameters,
+        (logits, seen, slots, *penalties, *allowed, *edits, rows.temperature, rows.top_p, rows.top_k),
+        [(jnp.float32, logits.shape), *out],
+        WORDS=allowed.by_row.shape[1], EDIT_BLOCKS=blocks, EDIT_BLOCKS_PAD=triton.next_power_of_2(blocks), **parameters,
     )  # fmt: skip
     return results
 
@@ -101,6 +101,6 @@ def run_adjust(
 def adjust_logits(
     logits: Array, seen: Array, slots: Array, penalties: Penalties, allowed: Allowed, edits: Edits, rows: SamplingRows
 ) -> tuple[Array, tuple[Array, ...]]:
-    operands = (seen, slots, *penalties, *allowed)
-    adjusted, *stats = run_adjust(run_kernel, plan_sampling(*logits.shape), logits, operands, edits, rows)
+    plan = plan_sampling(*logits.shape)
+    adjusted, *stats = run_adjust(run_kernel, plan, logits, seen, slots, penalties, allowed, edits, rows)
     return adjusted, tuple(stats)

@@ -99,11 +99,13 @@ def bounds_of(bounds_ptr, row):
 
 @triton.jit
 def _peak_and_floor(stats_ptr, row, temperature, min_p, CHUNKS: tl.constexpr, CHUNKS_PAD: tl.constexpr):
-    """The row's largest logit, and the least that min-p keeps, a finite one: what is -inf is never listed."""
+    """The row's largest logit, and the least that min-p keeps, a finite one: what is -inf is never listed, and an
+    infinite bound says that tokens are."""
     peak = tl.max(chunk_peaks(stats_ptr, row, CHUNKS, CHUNKS_PAD), 0)
     floor = tl.full([], LEAST, tl.float32)
     if min_p > 0.0:
-        floor = tl.maximum(floor, peak + temperature * tl.log(min_p))
+        least = peak + temperature * tl.log(min_p)
+        floor = tl.where((least > LEAST) & (least < float("inf")), least, LEAST)
     return peak, floor
 
 
@@ -274,7 +276,8 @@ def draw_kernel(
     """Grid (R, chunks). Of the tokens at or above the lower bound the first and second ``arrival[R, 2, chunks]``, and
     the id (``best``) of the first; or, if the upper bound is infinite, their ``count[R, chunks]`` and the first SEGMENT
     ids in ``list[R, chunks, SEGMENT]``. ``amounts[R, 3, chunks]``: the number (for top-k) or weight of those at or
-    above the lower bound, and the upper one, if finite; and, without top-k, the weight of those that min-p keeps.
+    above the lower bound, and the upper one, if finite; and, with min-p and without top-k, the weight of those that
+    min-p keeps.
 
     The best noisy score is that of the least exponential variate over weight. An arrival is somewhat less than that: it
     has -log(1 - u) by the first terms of its series, so that there are no logarithms to take of all tokens, and not its

@@ -41,7 +41,7 @@ class AttentionInputs:
     last: Array  # [S] each row's last token, among the T
     block_tables: Array  # [S, M]
     seq_lens: Array  # [S], this step's tokens included; 0 for rows that are nobody's
-    decode_seq_lens: Array  # [S], the same; 0 for rows that do not decode too
+    decode_seq_lens: Array  # [S], of rows that decode; 0 for all others
     prefill_block_tables: Array  # [R, M]
     prefill_seq_lens: Array  # [R], this chunk included
     query_start_loc: Array  # [R + 1], among the T tokens

@@ -194,29 +194,29 @@ def forward(
     x = params["embed"][token_ids]
     delta = jnp.zeros_like(x)[None]  # what the layer before adds to x, in parts: the norm that follows adds it up
     rope = _rope(inputs, config)
-    apart = 1 if inputs.prefill_seq_lens.shape[0] else 0
-    many = config.num_layers - apart
+    has_prompts = inputs.prefill_seq_lens.shape[0] > 0
+    many = config.num_layers - has_prompts  # layers that are computed for all tokens
     plan = partial(plan_decode, spec, cache[0], table_width=inputs.block_tables.shape[1])
     plans = {window: plan(inputs.decode_seq_lens, window=window) for window in dict.fromkeys(config.windows[:many])}
     layers = partial(_layers, windows=config.windows[:many], config=config, spec=spec)
     run = pallas_kernels.chained(layers) if spec.chained else layers
     x, delta, done = run(params["layers"][:many], cache[:many], x, delta, rope, inputs, tuple(plans.values()))
-    before = None
-    if apart:
-        before = x + sum_parts(delta, x.dtype)
+    last_input = None
+    if has_prompts:
+        last_input = x + sum_parts(delta, x.dtype)
         last_plan = plan(inputs.seq_lens, window=config.windows[-1])
         x, delta, last_cache, _ = _layer(
             params["layers"][-1], cache[-1], x, delta, rope, inputs, last_plan, config=config, spec=spec, last_only=True
         )
         done = (*done, last_cache)
-    return x + sum_parts(delta, x.dtype), before, done
+    return x + sum_parts(delta, x.dtype), last_input, done
 
 
 def finish(
     params: Params, cache: KVCache, x: Array, inputs: AttentionInputs, *, config: ModelConfig, spec: AttentionSpec
 ) -> tuple[Array, KVCache]:
     """The last layer for all tokens of a step with prompts: from what they bring to it, ``x[T, D]``, their hidden
-    states ``[T, D]`` before the last norm, and the cache, in which the same keys and values are written again."""
+    states ``[T, D]`` before the last norm, and the cache, in which their keys and values are written once more."""
     table_width, window = inputs.block_tables.shape[1], config.windows[-1]
     plan = plan_decode(spec, cache[-1], inputs.decode_seq_lens, table_width, window)
     delta, rope = jnp.zeros_like(x)[None], _rope(inputs, config)

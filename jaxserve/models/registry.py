@@ -12,6 +12,6 @@ ARCHITECTURES = {
 
 
 def model_module(architecture: str) -> ModuleType:
-    """The module with ``load_params``, ``param_shapes``, ``SPECS``, ``forward``, ``final_norm``, ``logits`` and
-    ``can_be_chained`` of an architecture."""
+    """The module with ``load_params``, ``param_shapes``, ``SPECS``, ``forward``, ``finish``, ``final_norm``, ``logits``
+    and ``can_be_chained`` of an architecture."""
     return import_module(f"jaxserve.models.{ARCHITECTURES[architecture]}")

@@ -34,7 +34,7 @@ class BatchState(NamedTuple):
     block_tables: Array  # int32 [1, slots + 1, M]; the first axis is the KV cache group
     last_tokens: Array  # int32 [slots + 1], sampled by each slot's latest step
     sampling: Array  # int32 [slots + 1, SAMPLING_WORDS], floats by their bits
-    hidden: Array  # [max_num_batched_tokens, D], the latest mixed step's before its last layer; finished, after it
+    hidden: Array  # [max_num_batched_tokens, D], of the latest mixed step's tokens before the last layer, or after it
 
     def sampling_rows(self, slots: Array) -> SamplingRows:
         words = self.sampling[slots]

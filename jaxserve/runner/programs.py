@@ -124,11 +124,11 @@ class ProgramBuilder:
             params: Any, cache: KVCache, state: BatchState, packed: Array
         ) -> tuple[KVCache, BatchState, Array, Array]:
             inputs, state = batch.unpack(packed, state, bucket, self._plan.block_size)
-            hidden, before, cache = self._module.forward(
+            hidden, last_input, cache = self._module.forward(
                 params, cache, inputs.token_ids, inputs.attention, config=self._model, spec=spec
             )
-            if before is not None:
-                state = _with_hidden(state, before)
+            if last_input is not None:
+                state = _with_hidden(state, last_input)
             logits = self._module.logits(params, hidden, config=self._model, spec=spec)
             return cache, state, logits, inputs.rows
 

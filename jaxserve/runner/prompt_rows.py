@@ -1,7 +1,8 @@
 """What prompt tokens tell beside the next token: their own log-probabilities, or hidden states for an embedding.
 
-Mixed steps leave the hidden states of their tokens in ``BatchState.hidden``; in steps where somebody asks, two small
-programs look at them. Logits are made of a slice of the rows at a time, whatever the length of the prompt.
+Mixed steps leave in ``BatchState.hidden`` what their tokens bring to the last layer. In steps where somebody asks,
+``finish`` makes hidden states of it, and two small programs look at them. Logits are made of a slice of the rows at a
+time, whatever the length of the prompt.
 """
 
 from __future__ import annotations

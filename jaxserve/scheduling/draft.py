@@ -25,8 +25,8 @@ class SchedulerLimits:
 PROMPT_STEPS = 18
 """Over about so many steps the prompt tokens that wait are spread while sequences decode."""
 PER_DECODING = 3
-"""Prompt tokens that a step takes at least, if there are so many, for each sequence that decodes in it: the longer it
-is anyway, the less more of them matter, and the fewer such steps there are."""
+"""A step makes room for about so many prompt tokens for each sequence that decodes in it, also where few wait: the
+longer it is anyway, the less more of them matter, and the fewer such steps there are."""
 MAX_POSTPONED = 4
 """Steps in a row that may leave prompts to later ones."""
 
@@ -64,8 +64,8 @@ class Draft:
         wanted = prompt_tokens
         if decoding:
             low, high = self._limits.chunk_tokens
-            some = max(PER_DECODING * decoding, prompt_tokens // PROMPT_STEPS)
-            wanted = min(prompt_tokens, max(low, min(high, some)))
+            share = max(PER_DECODING * decoding, prompt_tokens // PROMPT_STEPS)
+            wanted = min(prompt_tokens, max(low, min(high, share)))
         place = min(bisect_left(sizes, decoding + wanted), len(sizes) - 1)
         padding = sizes[place] - decoding - prompt_tokens
         # Where nobody decodes, another step reads the weights once more: the time of so many tokens.

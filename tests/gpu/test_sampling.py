@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("chained", [False, True])
-@pytest.mark.parametrize("vocab", [520, 49152, 128256])
+@pytest.mark.parametrize("vocab", [520, 49152, 50257, 128256])
 def test_both_choose_the_same_tokens(vocab: int, chained: bool):
     """Up to rounding: of 512 rows no more than two may differ, where two noisy scores are within a few ulp."""
     rng = np.random.default_rng(vocab)

@@ -194,8 +194,7 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
         *operands, backend="reference"
     )
     plan = dataclasses.replace(triton_sampling.plan_sampling(count, vocab), segment=64, tile=256, **sizes)
-    operands = (seen, slots, *penalties, *allowed)
-    out, *stats = triton_adjust.run_adjust(run_kernel, plan, logits, operands, edits, rows)
+    out, *stats = triton_adjust.run_adjust(run_kernel, plan, *operands)
     np.testing.assert_allclose(out.array, adjusted, rtol=1e-6)
     assert np.isnan(normalizers).tolist() == [False] * 4 + [True, False]
     tokens, got = triton_sampling.run_kernels(run_kernel, plan, out, rows, positions, stats)
@@ -280,17 +279,21 @@ def test_winners_where_the_sample_is_wrong(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_any_logits_have_an_end(value: float):
+def test_any_logits_have_an_end(value: float, min_p: float):
     """Some or all of a row: an id comes out."""
     count, vocab = 8, 300
     logits = np.zeros((count, vocab), np.float32)
     logits[::2, 5], logits[1::2] = value, value
-    rows = random_rows(np.random.default_rng(9), count, temperature=1.0, min_p=0.0)._replace(
+    rows = random_rows(np.random.default_rng(9), count, temperature=1.0, min_p=min_p)._replace(
         top_p=np.float32([1, 1, 0.5, 0.5, 1, 1, 0.5, 0.5]), top_k=np.int32([0, 0, 0, 0, 3, 3, 200, 200])
     )
-    got, *_ = sample(logits, rows, np.zeros(count, np.int32), chunk=256, tile=256, listed=10, stride=1)
+    positions, plan = np.zeros(count, np.int32), dict(chunk=256, tile=256, listed=10, stride=1)
+    got, _, (_, [bounds], *_) = sample(logits, rows, positions, **plan)
     assert ((got >= 0) & (got < vocab)).all()
+    uncut = bounds[(rows.top_p == 1) & (rows.top_k == 0)]
+    assert len(uncut) and np.isfinite(uncut[:, [0, 1, 3]]).all(), "nothing is listed where there is no cut"
 
 
 def test_the_exact_cut_is_looked_for_where_it_matters(monkeypatch: pytest.MonkeyPatch):

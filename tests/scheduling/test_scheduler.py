@@ -66,9 +66,12 @@ def seven_decode(max_num_seqs: int, **limits: Any) -> Scheduler:
     return scheduler
 
 
-@pytest.mark.parametrize(("decoding", "tokens"), [(1, 8), (2, 8), (4, 16), (7, 32)])
-def test_steps_with_prompts_are_longer_the_more_sequences_decode(decoding, tokens):
-    scheduler = make_scheduler(num_blocks=400, max_num_seqs=decoding + 1, budget=64, prefill_rows=16, **SIZES)
+@pytest.mark.parametrize(
+    ("decoding", "high", "tokens"), [(2, 28, 8), (4, 28, 16), (5, 28, 32), (7, 28, 32), (7, 8, 16)]
+)
+def test_steps_with_prompts_are_longer_the_more_sequences_decode(decoding, high, tokens):
+    how = SIZES | {"chunk_tokens": (6, high)}
+    scheduler = make_scheduler(num_blocks=400, max_num_seqs=decoding + 1, budget=64, prefill_rows=16, **how)
     for _ in range(decoding):
         scheduler.add(make_request(2, 50))
     run_step(scheduler)
