@@ -270,7 +270,7 @@ def _is_dropped(row_ptr, logit, token, sure, missing, cut_k, peak, scale, VOCAB:
     """Whether a token below ``sure`` is not kept by the cut, that of top-k or of top-p: those ahead of it are enough,
     even without those above, of which so much is ``missing``."""
     sums, key = tl.zeros([WIDE], tl.float32), ordered(logit)
-    for at in tl.range(0, VOCAB, WIDE, num_stages=4):
+    for at in tl.range(0, VOCAB, WIDE, num_stages=4):  # a pipeline: else each load waits for the one in front
         ids = at + tl.arange(0, WIDE)
         x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
         ahead = (x < sure) & _ahead(x, ids, key, token)
