@@ -198,7 +198,7 @@ def forward(
     many = config.num_layers - has_prompts  # layers that are computed for all tokens
     plan = partial(plan_decode, spec, cache[0], table_width=inputs.block_tables.shape[1])
     plans = {window: plan(inputs.decode_seq_lens, window=window) for window in dict.fromkeys(config.windows[:many])}
-    layers = partial(_layers, windows=config.windows[:many], config=config, spec=spec)
+    layers = partial(_layers, config=config, spec=spec)
     run = pallas_kernels.chained(layers) if spec.chained else layers
     x, delta, done = run(params["layers"][:many], cache[:many], x, delta, rope, inputs, tuple(plans.values()))
     last_input = None
@@ -237,11 +237,11 @@ def _layers(
     inputs: AttentionInputs,
     plans: tuple[DecodePlan, ...],
     *,
-    windows: tuple[int | None, ...],
     config: ModelConfig,
     spec: AttentionSpec,
 ) -> tuple[Array, Array, KVCache]:
-    """Consecutive layers, whose windows are ``windows``; ``plans`` has one for each different window."""
+    """The model's first layers, or all; ``plans`` has one for each of their windows."""
+    windows = config.windows[: len(layers)]
     by_window = dict(zip(dict.fromkeys(windows), plans, strict=True))
     new_cache = []
     for layer, layer_cache, window in zip(layers, cache, windows, strict=True):

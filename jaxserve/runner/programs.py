@@ -132,9 +132,7 @@ class ProgramBuilder:
             logits = self._module.logits(params, hidden, config=self._model, spec=spec)
             return cache, state, logits, inputs.rows
 
-        jitted = jax.jit(forward, donate_argnums=(1, 2))
-        lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
-        return Lowered(f"forward {bucket}", lowered, self._compiler_options(autotune), (self.cache, self.state))
+        return self._of_step(f"forward {bucket}", forward, bucket, autotune)
 
     def finish(self, bucket: Bucket) -> Lowered:
         """The program that computes what the forward program of a mixed bucket leaves out."""
@@ -147,10 +145,13 @@ class ProgramBuilder:
             )
             return cache, _with_hidden(state, hidden)
 
-        jitted = jax.jit(finish, donate_argnums=(1, 2))
+        return self._of_step(f"last layer of {bucket}", finish, bucket, autotune=False)
+
+    def _of_step(self, name: str, run: Callable[..., Any], bucket: Bucket, autotune: bool) -> Lowered:
+        """A program that changes cache and state in place, by a step's vector."""
+        jitted = jax.jit(run, donate_argnums=(1, 2))
         lowered = jitted.lower(self._params, self.cache, self.state, self._packed(bucket))
-        name = f"last layer of {bucket}"
-        return Lowered(name, lowered, self._compiler_options(False), (self.cache, self.state))
+        return Lowered(name, lowered, self._compiler_options(autotune), (self.cache, self.state))
 
     def _spec_of(self, bucket: Bucket) -> AttentionSpec:
         decodes_only = bucket.prefill_rows == 0
