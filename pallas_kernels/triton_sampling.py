@@ -99,14 +99,14 @@ def run_kernels(
     of_row = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), **shared)
     if not stats:
         parameters, out = plan.stats
-        stats = call(stats_kernel, (count, chunks), (logits, *cuts), out, **parameters)
+        stats = call(stats_kernel, (chunks, count), (logits, *cuts), out, **parameters)
     stats, argmax, sampled = stats
     [bounds] = call(
         pivot_kernel, (count,), (*cuts, rows.min_p, stats, sampled), [(floats, (count, 4))],
         SAMPLE=plan.sampled, SAMPLE_PAD=triton.next_power_of_2(plan.sampled), LISTED=plan.listed, num_warps=4, **of_row,
     )  # fmt: skip
     drawn = call(
-        draw_kernel, (count, chunks), (logits, *cuts, *noise, stats, bounds),
+        draw_kernel, (chunks, count), (logits, *cuts, *noise, stats, bounds),
         [
             (floats, (count, 3, chunks)), (floats, (count, 2, chunks)),
             (ids, (count, chunks)), (ids, (count, chunks)), (ids, (count, chunks, plan.segment)),

@@ -107,9 +107,8 @@ def choose_with_options(
     tokens, normalizers = pallas_kernels.sample(
         adjusted, sampling, seq_lens, stats=stats, backend=backend, as_chain=as_chain
     )
-    result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0)
-    barred = (jnp.take_along_axis(adjusted, tokens[:, None], 1) == -jnp.inf) & (result[:, :1] != NON_FINITE)
-    result = result.at[:, :1].set(jnp.where(barred, NOTHING_ALLOWED, result[:, :1]))
+    barred = jnp.take_along_axis(adjusted, tokens[:, None], 1)[:, 0] == -jnp.inf
+    result = result_rows(tokens, logits, normalizers, max_logprobs if variant.top_logprobs else 0, barred)
     return _remember(state, slots, tokens), record(options, slots, tokens, active & (samples == 1)), result
 
 
@@ -117,11 +116,13 @@ def _remember(state: BatchState, slots: Array, tokens: Array) -> BatchState:
     return state._replace(last_tokens=state.last_tokens.at[slots].set(tokens))
 
 
-def result_rows(tokens: Array, logits: Array, normalizers: Array, count: int) -> Array:
-    """Inside a program: tokens ``[R]``, NON_FINITE where the normalizer is not finite, their log-probabilities, and ids
-    and log-probabilities of the ``count`` likeliest, as ``split_result`` takes them apart."""
+def result_rows(tokens: Array, logits: Array, normalizers: Array, count: int, barred: Array | bool = False) -> Array:
+    """Inside a program: tokens ``[R]`` (NON_FINITE where the normalizer is not finite, else NOTHING_ALLOWED where they
+    are ``barred``), their log-probabilities, and ids and log-probabilities of the ``count`` likeliest, as
+    ``split_result`` takes them apart."""
     chosen = jnp.take_along_axis(logits, tokens[:, None], 1) - normalizers[:, None]
-    parts = [jnp.where(jnp.isfinite(normalizers), tokens, NON_FINITE)[:, None], _bits(chosen)]
+    shown = jnp.where(jnp.isfinite(normalizers), jnp.where(barred, NOTHING_ALLOWED, tokens), NON_FINITE)
+    parts = [shown[:, None], _bits(chosen)]
     if count:
         top, ids = lax.top_k(logits, count)
         parts += [ids, _bits(top - normalizers[:, None])]

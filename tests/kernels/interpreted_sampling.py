@@ -201,7 +201,7 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     np.testing.assert_allclose(got.array, normalizers, rtol=1e-6)
     parameters, shapes = plan.stats
     operands = (out, rows.temperature, rows.top_p, rows.top_k)
-    of_result = run_kernel(triton_sampling.stats_kernel, (count, plan.chunks), operands, shapes, **parameters)
+    of_result = run_kernel(triton_sampling.stats_kernel, (plan.chunks, count), operands, shapes, **parameters)
     stats[0].array[:, 2:] = of_result[0].array[:, 2:]  # what the model gave is something else
     for got, expected in zip(stats, of_result, strict=True):
         np.testing.assert_array_equal(got.array, expected.array)
