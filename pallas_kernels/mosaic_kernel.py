@@ -34,20 +34,24 @@ class Tuning:
 
 
 class Softmax(NamedTuple):
-    """Running state of an online softmax: ``[ROWS, D]``, and ``[ROWS]`` each."""
+    """Running state of an online softmax, ``[ROWS]`` each."""
 
     accumulator: Array
+    """``[ROWS, D]``: what the weights of all steps but the last make of the values."""
     peak: Array
     """In units of log2."""
     total: Array
+    weights: Array
+    """``[ROWS, keys]``, of the last step."""
 
     @classmethod
-    def start(cls, dim: int) -> Softmax:
+    def start(cls, dim: int, keys: int, dtype: Any) -> Softmax:
         rows = plgpu.Layout.WGMMA.reduce(1)
         return cls(
             plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA),
             plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), rows),
             plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), rows),
+            plgpu.layout_cast(jnp.zeros((ROWS, keys), dtype), plgpu.Layout.WGMMA),
         )
 
     def result(self) -> Array:
@@ -55,9 +59,41 @@ class Softmax(NamedTuple):
         return self.accumulator / lax.broadcast_in_dim(total, self.accumulator.shape, [0])
 
 
-def add_product(accumulator: Array, a: Array, b: Ref) -> Array:
-    """``accumulator + a @ b`` on the tensor cores."""
-    result: Array = pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(plgpu.ACC.init(accumulator))
+def add_product(accumulator: Array, a: Array, b: Ref, issued: Callable[[], None]) -> Array:
+    """``accumulator + a @ b`` on the tensor cores; ``issued`` is called while they are at it."""
+
+    def run(ref: Ref) -> None:
+        plgpu.wgmma(ref, a, b)
+        issued()
+
+    result: Array = pl.run_state(run)(plgpu.ACC.init(accumulator))
+    return result
+
+
+def add_product_meanwhile(
+    accumulator: Array,
+    a: Array,
+    b: Ref,
+    begin: Callable[[Ref], None],
+    shape: tuple[int, int],
+    issued: Callable[[], None],
+    use: Callable[[Array], tuple[Array, ...]],
+    like: tuple[Array, ...],
+) -> tuple[Array, tuple[Array, ...]]:
+    """``accumulator + a @ b``, queued behind a product of ``shape`` that ``begin`` begins; and what ``use`` makes of
+    that product while this one is computed: arrays ``like`` these."""
+
+    def outer(refs: tuple[Ref, tuple[Ref, ...]]) -> None:
+        def inner(product: Ref) -> None:
+            begin(product)
+            plgpu.wgmma(refs[0], a, b)
+            issued()
+            for ref, value in zip(refs[1], use(plgpu.wgmma_accumulator_load(product, wait_n=1)), strict=True):
+                ref[...] = value
+
+        pl.run_scoped(inner, plgpu.ACC(shape, jnp.float32))
+
+    result: tuple[Array, tuple[Array, ...]] = pl.run_state(outer)((plgpu.ACC.init(accumulator), like))
     return result
 
 
@@ -99,7 +135,7 @@ class Kernel:
             "v_copied": copied,
             "k_used": used,
             "v_used": used,
-            "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+            "turn": plgpu.Barrier(num_barriers=WARPGROUPS),
         }
 
     def __call__(self, q: Ref, k: Ref, v: Ref, tables: Ref, items: Ref, count: Ref, out: Ref, **scratch: Any) -> None:
@@ -108,16 +144,15 @@ class Kernel:
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
-            plgpu.set_max_registers(224, action="increase")
-            # The other one is a turn behind, from here to the end.
-            pl.when(warpgroup == 1)(refs.change_turn)
+            plgpu.set_max_registers(240, action="increase")
+            pl.when(warpgroup == 1)(refs.end_turn)
             self._for_items(items, count, lambda item, head, done: self._attend(refs, item, head, done))
-            pl.when(warpgroup == 0)(refs.change_turn)
+            pl.when(warpgroup == 0)(refs.await_turn)
             plgpu.wait_smem_to_gmem(0)
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
-            plgpu.set_max_registers(56, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
 
             @plgpu.warp_map
             def _(warp: Array) -> None:
@@ -238,71 +273,114 @@ class Kernel:
             return lambda at, state: self._step(refs, item, position, state, at, done + at, masked)
 
         # Steps from ``whole_to`` on have keys after the first query, those before ``whole_from`` keys outside a window.
-        whole_to = jnp.clip(lax.div(position + rows[0] + 1, jnp.int32(keys)) - item.first_step, 0, end)
-        whole_from = jnp.int32(0)
-        state = Softmax.start(self.dim)
+        one = jnp.minimum(end, 1)
+        whole_to = jnp.clip(lax.div(position + rows[0] + 1, jnp.int32(keys)) - item.first_step, one, end)
+        whole_from = one
+        state = Softmax.start(self.dim, keys, self.dtype)
+        state = lax.fori_loop(0, one, lambda _, state: self._first_step(refs, item, position, state, done), state)
         if self.window is not None:
             hidden = jnp.maximum(position + ROWS - self.window, 0)
-            whole_from = jnp.clip(ceil_div(hidden, keys) - item.first_step, 0, whole_to)
-            state = lax.fori_loop(0, whole_from, step(masked=True), state)
+            whole_from = jnp.clip(ceil_div(hidden, keys) - item.first_step, one, whole_to)
+            state = lax.fori_loop(one, whole_from, step(masked=True), state)
         state = lax.fori_loop(whole_from, whole_to, step(masked=False), state)
         state = lax.fori_loop(whole_to, end, step(masked=True), state)
-
-        @pl.loop(end, jnp.maximum(item.steps, end))
-        def _(at: Array) -> None:
-            self._skip(refs, done + at)
 
         @pl.when(item.steps > 0)
         def _() -> None:
             plgpu.barrier_arrive(refs.q_used.at[warpgroup])
 
+        state = lax.fori_loop(0, one, lambda _, state: self._last_values(refs, item, state, end - 1, done), state)
+
+        @pl.loop(end, jnp.maximum(item.steps, end))
+        def _(at: Array) -> None:
+            self._skip(refs, done + at)
+
+        pl.when((item.steps > 0) & (end == 0))(refs.skip_turn)
+
         self._store(refs, state.result().astype(self.dtype), item.token + warpgroup * ROWS, rows, head)
+
+    def _first_step(self, refs: _Refs, item: Item, position: Array, state: Softmax, use: Array) -> Softmax:
+        """The weights of an item's first step of keys. ``position`` is that of this warpgroup's first query."""
+        plgpu.barrier_wait(refs.k_copied.at[self._slot(use)])
+        refs.await_turn()
+
+        def scores_of(product: Ref) -> Array:
+            self._begin_scores(refs, use, product)
+            refs.end_turn()
+            return product[...]
+
+        scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, self.tuning.block_kv), jnp.float32))
+        plgpu.barrier_arrive(refs.k_used.at[self._slot(use)])
+        first_key = item.first_step * self.tuning.block_kv
+        peak, total, _, weights = self._weigh(scores, first_key, position, state.peak, state.total, masked=True)
+        return Softmax(state.accumulator, peak, total, weights.astype(self.dtype))
 
     def _step(
         self, refs: _Refs, item: Item, position: Array, state: Softmax, step: Array, use: Array, masked: bool
     ) -> Softmax:
-        """One step of keys. ``position`` is that of this warpgroup's first query."""
-        warpgroup, slot = lax.axis_index("warpgroup"), self._slot(use)
+        """The weights of a step of keys; while they are computed, those of the step before times its values."""
+        slot, last_slot = self._slot(use), self._slot(use - 1)
         first_key = (item.first_step + step) * self.tuning.block_kv
-        shape = (ROWS, self.tuning.block_kv)
         plgpu.barrier_wait(refs.k_copied.at[slot])
+        plgpu.barrier_wait(refs.v_copied.at[last_slot])
+        refs.await_turn()
 
-        def scores_of(accumulator: Ref) -> Array:
-            plgpu.wgmma(accumulator, refs.q_smem.at[warpgroup], refs.k_smem.at[slot].transpose((1, 0)))
-            refs.change_turn()
-            return accumulator[...]
+        def weigh(scores: Array) -> tuple[Array, ...]:
+            plgpu.barrier_arrive(refs.k_used.at[slot])
+            return self._weigh(scores, first_key, position, state.peak, state.total, masked)
 
-        scores = pl.run_scoped(scores_of, plgpu.ACC(shape, jnp.float32))
-        plgpu.barrier_arrive(refs.k_used.at[slot])
+        accumulator, (peak, total, keep, weights) = add_product_meanwhile(
+            state.accumulator,
+            state.weights,
+            refs.v_smem.at[last_slot],
+            partial(self._begin_scores, refs, use),
+            (ROWS, self.tuning.block_kv),
+            refs.end_turn,
+            weigh,
+            (state.peak, state.total, state.total, state.weights.astype(jnp.float32)),
+        )
+        plgpu.barrier_arrive(refs.v_used.at[last_slot])
+        # Not before: the last weights' registers are in use until now.
+        accumulator, weights = lax.optimization_barrier((accumulator, weights))
+        accumulator = accumulator * lax.broadcast_in_dim(keep, accumulator.shape, [0])
+        return Softmax(accumulator, peak, total, weights.astype(self.dtype))
+
+    def _last_values(self, refs: _Refs, item: Item, state: Softmax, step: Array, done: Array) -> Softmax:
+        """The weights of an item's last step times its values."""
+        slot, first_key = self._slot(done + step), (item.first_step + step) * self.tuning.block_kv
+        plgpu.barrier_wait(refs.v_copied.at[slot])
+        pl.when(first_key + self.tuning.block_kv > item.length)(
+            lambda: self._clear_values(refs, slot, item.length - first_key)
+        )
+        refs.await_turn()
+
+        accumulator = add_product(state.accumulator, state.weights, refs.v_smem.at[slot], refs.end_turn)
+        plgpu.barrier_arrive(refs.v_used.at[slot])
+        return state._replace(accumulator=accumulator)
+
+    def _begin_scores(self, refs: _Refs, use: Array, product: Ref) -> None:
+        keys = refs.k_smem.at[self._slot(use)].transpose((1, 0))
+        plgpu.wgmma(product, refs.q_smem.at[lax.axis_index("warpgroup")], keys)
+
+    def _weigh(
+        self, scores: Array, first_key: Array, position: Array, last_peak: Array, total: Array, masked: bool
+    ) -> tuple[Array, Array, Array, Array]:
+        """A step of the softmax: peak and total with it, what becomes of what was before, and the weights, float32."""
         if masked:
-            query = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=plgpu.Layout.WGMMA) + position
-            key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + first_key
+            query = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA) + position
+            key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + first_key
             seen = key <= query
             if self.window is not None:
                 seen &= key > query - self.window
             scores = jnp.where(seen, scores, -jnp.inf)
         to_log2 = self.scale * LOG2E
-        peak = jnp.maximum(state.peak, scores.max(axis=1) * to_log2)
+        peak = jnp.maximum(last_peak, scores.max(axis=1) * to_log2)
         base = peak
         if masked and self.window is not None:
             base = jnp.where(peak == -jnp.inf, 0.0, peak)  # a row that saw nothing yet must not give inf - inf
-        keep = jnp.exp2(state.peak - base)
-        weights = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(base, shape, [0]))
-        accumulator = state.accumulator * lax.broadcast_in_dim(keep, state.accumulator.shape, [0])
-        total = state.total * keep + weights.sum(axis=1)
-        narrow = weights.astype(self.dtype)
-        accumulator, peak, total, narrow = lax.optimization_barrier((accumulator, peak, total, narrow))
-        plgpu.barrier_arrive(refs.turn)
-        plgpu.barrier_wait(refs.v_copied.at[slot])
-        if masked:
-            pl.when(first_key + self.tuning.block_kv > item.length)(
-                lambda: self._clear_values(refs, slot, item.length - first_key)
-            )
-        plgpu.barrier_wait(refs.turn)
-
-        accumulator = add_product(accumulator, narrow, refs.v_smem.at[slot])
-        plgpu.barrier_arrive(refs.v_used.at[slot])
-        return Softmax(accumulator, peak, total)
+        keep = jnp.exp2(last_peak - base)
+        weights = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(base, scores.shape, [0]))
+        return peak, total * keep + weights.sum(axis=1), keep, weights
 
     def _clear_values(self, refs: _Refs, slot: Array, known: Array) -> None:
         """Values beyond a sequence's end may be NaN, and zero times NaN is NaN. Both warpgroups write the same."""
@@ -318,10 +396,9 @@ class Kernel:
         slot = self._slot(use)
         plgpu.barrier_wait(refs.k_copied.at[slot])
         plgpu.barrier_arrive(refs.k_used.at[slot])
-        refs.change_turn()
         plgpu.barrier_wait(refs.v_copied.at[slot])
         plgpu.barrier_arrive(refs.v_used.at[slot])
-        refs.change_turn()
+        refs.skip_turn()
 
     def _store(self, refs: _Refs, result: Array, token: Array, rows: tuple[Array, Array], head: Array) -> None:
         """Stores the rows from ``rows[0]`` to ``rows[1]``. A copy's size is fixed when it is compiled, and the rows
@@ -374,6 +451,12 @@ class _Refs:
     v_used: Ref
     turn: Ref
 
-    def change_turn(self) -> None:
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
+    def await_turn(self) -> None:
+        plgpu.barrier_wait(self.turn.at[lax.axis_index("warpgroup")])
+
+    def end_turn(self) -> None:
+        plgpu.barrier_arrive(self.turn.at[1 - lax.axis_index("warpgroup")])
+
+    def skip_turn(self) -> None:
+        self.await_turn()
+        self.end_turn()

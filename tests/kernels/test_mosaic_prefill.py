@@ -8,6 +8,7 @@ from functools import partial
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import mosaic_kernel, mosaic_prefill
@@ -60,10 +61,21 @@ def test_float16():
 def test_in_the_interpreter(monkeypatch, shape):
     """Items of nobody, whole and cut, with and without keys before them. A barrier that nobody arrives at hangs."""
 
-    def add_product(accumulator, a, b):
+    # The interpreter has no accumulator with a value.
+    def add_product(accumulator, a, b, issued):
+        issued()
         return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
 
-    monkeypatch.setattr(mosaic_kernel, "add_product", add_product)  # the interpreter has no accumulator with a value
+    def add_product_meanwhile(accumulator, a, b, begin, shape, issued, use, like):
+        def product(ref):
+            begin(ref)
+            return ref[...]
+
+        scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
+        return add_product(accumulator, a, b, issued), use(scores)
+
+    monkeypatch.setattr(mosaic_kernel, "add_product", add_product)
+    monkeypatch.setattr(mosaic_kernel, "add_product_meanwhile", add_product_meanwhile)
     run = partial(error, shape, "bfloat16", tuning=Tuning(thread_blocks=2))
     assert run(interpret=plgpu.InterpretGPUParams()) < TOLERANCE["bfloat16"]
 
