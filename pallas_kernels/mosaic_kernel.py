@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic_items import ALIGNED, ROWS, WARPGROUPS, Item, ceil_div
+from pallas_kernels.mosaic_softmax import Softmax, hide, multiply, multiply_and_weigh, weigh
 
 Array = jax.Array
 Ref = Any
 
 WARPS = 4
 """Of a warpgroup."""
-LOG2E = 1.4426950408889634
+COMPUTING_REGISTERS, LOADING_REGISTERS = 240, 24
+"""Of a thread. All three warpgroups begin with 168, as many as a multiprocessor has for them in eights; who asks for
+more than the others have given back waits for ever."""
 
 
 @dataclass(frozen=True)
@@ -31,70 +34,6 @@ class Tuning:
     """Steps of keys and values in shared memory."""
     thread_blocks: int = 132
     """Multiprocessors of an H100 or H200; with fewer, the rest of the blocks only start later."""
-
-
-class Softmax(NamedTuple):
-    """Running state of an online softmax, ``[ROWS]`` each."""
-
-    accumulator: Array
-    """``[ROWS, D]``: what the weights of all steps but the last make of the values."""
-    peak: Array
-    """In units of log2."""
-    total: Array
-    weights: Array
-    """``[ROWS, keys]``, of the last step."""
-
-    @classmethod
-    def start(cls, dim: int, keys: int, dtype: Any) -> Softmax:
-        rows = plgpu.Layout.WGMMA.reduce(1)
-        return cls(
-            plgpu.layout_cast(jnp.zeros((ROWS, dim), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), rows),
-            plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), rows),
-            plgpu.layout_cast(jnp.zeros((ROWS, keys), dtype), plgpu.Layout.WGMMA),
-        )
-
-    def result(self) -> Array:
-        total = jnp.where(self.total == 0.0, 1.0, self.total)
-        return self.accumulator / lax.broadcast_in_dim(total, self.accumulator.shape, [0])
-
-
-def add_product(accumulator: Array, a: Array, b: Ref, issued: Callable[[], None]) -> Array:
-    """``accumulator + a @ b`` on the tensor cores; ``issued`` is called while they are at it."""
-
-    def run(ref: Ref) -> None:
-        plgpu.wgmma(ref, a, b)
-        issued()
-
-    result: Array = pl.run_state(run)(plgpu.ACC.init(accumulator))
-    return result
-
-
-def add_product_meanwhile(
-    accumulator: Array,
-    a: Array,
-    b: Ref,
-    begin: Callable[[Ref], None],
-    shape: tuple[int, int],
-    issued: Callable[[], None],
-    use: Callable[[Array], tuple[Array, ...]],
-    like: tuple[Array, ...],
-) -> tuple[Array, tuple[Array, ...]]:
-    """``accumulator + a @ b``, queued behind a product of ``shape`` that ``begin`` begins; and what ``use`` makes of
-    that product while this one is computed: arrays ``like`` these."""
-
-    def outer(refs: tuple[Ref, tuple[Ref, ...]]) -> None:
-        def inner(product: Ref) -> None:
-            begin(product)
-            plgpu.wgmma(refs[0], a, b)
-            issued()
-            for ref, value in zip(refs[1], use(plgpu.wgmma_accumulator_load(product, wait_n=1)), strict=True):
-                ref[...] = value
-
-        pl.run_scoped(inner, plgpu.ACC(shape, jnp.float32))
-
-    result: tuple[Array, tuple[Array, ...]] = pl.run_state(outer)((plgpu.ACC.init(accumulator), like))
-    return result
 
 
 @dataclass(frozen=True)
@@ -144,7 +83,8 @@ class Kernel:
 
         @pl.when(warpgroup < WARPGROUPS)
         def _() -> None:
-            plgpu.set_max_registers(240, action="increase")
+            plgpu.set_max_registers(COMPUTING_REGISTERS, action="increase")
+            # The first warpgroup begins.
             pl.when(warpgroup == 1)(refs.end_turn)
             self._for_items(items, count, lambda item, head, done: self._attend(refs, item, head, done))
             pl.when(warpgroup == 0)(refs.await_turn)
@@ -152,7 +92,7 @@ class Kernel:
 
         @pl.when(warpgroup == WARPGROUPS)
         def _() -> None:
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(LOADING_REGISTERS, action="decrease")
 
             @plgpu.warp_map
             def _(warp: Array) -> None:
@@ -276,8 +216,7 @@ class Kernel:
         one = jnp.minimum(end, 1)
         whole_to = jnp.clip(lax.div(position + rows[0] + 1, jnp.int32(keys)) - item.first_step, one, end)
         whole_from = one
-        state = Softmax.start(self.dim, keys, self.dtype)
-        state = lax.fori_loop(0, one, lambda _, state: self._first_step(refs, item, position, state, done), state)
+        state = lax.fori_loop(0, one, lambda *_: self._first_step(refs, item, position, done), self._nothing())
         if self.window is not None:
             hidden = jnp.maximum(position + ROWS - self.window, 0)
             whole_from = jnp.clip(ceil_div(hidden, keys) - item.first_step, one, whole_to)
@@ -289,7 +228,8 @@ class Kernel:
         def _() -> None:
             plgpu.barrier_arrive(refs.q_used.at[warpgroup])
 
-        state = lax.fori_loop(0, one, lambda _, state: self._last_values(refs, item, state, end - 1, done), state)
+        last = end - 1
+        state = lax.fori_loop(0, one, lambda _, state: self._last_values(refs, item, state, last, done + last), state)
 
         @pl.loop(end, jnp.maximum(item.steps, end))
         def _(at: Array) -> None:
@@ -299,88 +239,67 @@ class Kernel:
 
         self._store(refs, state.result().astype(self.dtype), item.token + warpgroup * ROWS, rows, head)
 
-    def _first_step(self, refs: _Refs, item: Item, position: Array, state: Softmax, use: Array) -> Softmax:
-        """The weights of an item's first step of keys. ``position`` is that of this warpgroup's first query."""
-        plgpu.barrier_wait(refs.k_copied.at[self._slot(use)])
+    def _first_step(self, refs: _Refs, item: Item, position: Array, use: Array) -> Softmax:
+        """An item's first step of keys. ``position`` is that of this warpgroup's first query."""
+        slot, first_key = self._slot(use), item.first_step * self.tuning.block_kv
+        plgpu.barrier_wait(refs.k_copied.at[slot])
         refs.await_turn()
 
         def scores_of(product: Ref) -> Array:
-            self._begin_scores(refs, use, product)
+            self._begin_scores(refs, slot, product)
             refs.end_turn()
             return product[...]
 
         scores = pl.run_scoped(scores_of, plgpu.ACC((ROWS, self.tuning.block_kv), jnp.float32))
-        plgpu.barrier_arrive(refs.k_used.at[self._slot(use)])
-        first_key = item.first_step * self.tuning.block_kv
-        peak, total, _, weights = self._weigh(scores, first_key, position, state.peak, state.total, masked=True)
+        plgpu.barrier_arrive(refs.k_used.at[slot])
+        state = self._nothing()
+        peak, total, _, weights = self._weigh(scores, state, first_key, position, masked=True)
         return Softmax(state.accumulator, peak, total, weights.astype(self.dtype))
 
     def _step(
         self, refs: _Refs, item: Item, position: Array, state: Softmax, step: Array, use: Array, masked: bool
     ) -> Softmax:
-        """The weights of a step of keys; while they are computed, those of the step before times its values."""
+        """A later step; while its weights are computed, those of the step before are multiplied by their values."""
         slot, last_slot = self._slot(use), self._slot(use - 1)
         first_key = (item.first_step + step) * self.tuning.block_kv
         plgpu.barrier_wait(refs.k_copied.at[slot])
         plgpu.barrier_wait(refs.v_copied.at[last_slot])
         refs.await_turn()
 
-        def weigh(scores: Array) -> tuple[Array, ...]:
+        def weigh(scores: Array) -> tuple[Array, Array, Array, Array]:
             plgpu.barrier_arrive(refs.k_used.at[slot])
-            return self._weigh(scores, first_key, position, state.peak, state.total, masked)
+            return self._weigh(scores, state, first_key, position, masked)
 
-        accumulator, (peak, total, keep, weights) = add_product_meanwhile(
-            state.accumulator,
-            state.weights,
-            refs.v_smem.at[last_slot],
-            partial(self._begin_scores, refs, use),
-            (ROWS, self.tuning.block_kv),
-            refs.end_turn,
-            weigh,
-            (state.peak, state.total, state.total, state.weights.astype(jnp.float32)),
-        )
+        begin = partial(self._begin_scores, refs, slot)
+        state, keep = multiply_and_weigh(state, refs.v_smem.at[last_slot], begin, refs.end_turn, weigh)
         plgpu.barrier_arrive(refs.v_used.at[last_slot])
-        # Not before: the last weights' registers are in use until now.
-        accumulator, weights = lax.optimization_barrier((accumulator, weights))
-        accumulator = accumulator * lax.broadcast_in_dim(keep, accumulator.shape, [0])
-        return Softmax(accumulator, peak, total, weights.astype(self.dtype))
+        return state.scaled(keep)
 
-    def _last_values(self, refs: _Refs, item: Item, state: Softmax, step: Array, done: Array) -> Softmax:
+    def _last_values(self, refs: _Refs, item: Item, state: Softmax, step: Array, use: Array) -> Softmax:
         """The weights of an item's last step times its values."""
-        slot, first_key = self._slot(done + step), (item.first_step + step) * self.tuning.block_kv
+        slot, first_key = self._slot(use), (item.first_step + step) * self.tuning.block_kv
         plgpu.barrier_wait(refs.v_copied.at[slot])
         pl.when(first_key + self.tuning.block_kv > item.length)(
             lambda: self._clear_values(refs, slot, item.length - first_key)
         )
         refs.await_turn()
-
-        accumulator = add_product(state.accumulator, state.weights, refs.v_smem.at[slot], refs.end_turn)
+        state = multiply(state, refs.v_smem.at[slot], refs.end_turn)
         plgpu.barrier_arrive(refs.v_used.at[slot])
-        return state._replace(accumulator=accumulator)
+        return state
 
-    def _begin_scores(self, refs: _Refs, use: Array, product: Ref) -> None:
-        keys = refs.k_smem.at[self._slot(use)].transpose((1, 0))
-        plgpu.wgmma(product, refs.q_smem.at[lax.axis_index("warpgroup")], keys)
+    def _nothing(self) -> Softmax:
+        return Softmax.start(self.dim, self.tuning.block_kv, self.dtype)
 
     def _weigh(
-        self, scores: Array, first_key: Array, position: Array, last_peak: Array, total: Array, masked: bool
+        self, scores: Array, state: Softmax, first_key: Array, position: Array, masked: bool
     ) -> tuple[Array, Array, Array, Array]:
-        """A step of the softmax: peak and total with it, what becomes of what was before, and the weights, float32."""
         if masked:
-            query = plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=plgpu.Layout.WGMMA) + position
-            key = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=plgpu.Layout.WGMMA) + first_key
-            seen = key <= query
-            if self.window is not None:
-                seen &= key > query - self.window
-            scores = jnp.where(seen, scores, -jnp.inf)
-        to_log2 = self.scale * LOG2E
-        peak = jnp.maximum(last_peak, scores.max(axis=1) * to_log2)
-        base = peak
-        if masked and self.window is not None:
-            base = jnp.where(peak == -jnp.inf, 0.0, peak)  # a row that saw nothing yet must not give inf - inf
-        keep = jnp.exp2(last_peak - base)
-        weights = jnp.exp2(scores * to_log2 - lax.broadcast_in_dim(base, scores.shape, [0]))
-        return peak, total * keep + weights.sum(axis=1), keep, weights
+            scores = hide(scores, first_key, position, self.window)
+        return weigh(scores, state, self.scale, some_hidden=masked and self.window is not None)
+
+    def _begin_scores(self, refs: _Refs, slot: Array, product: Ref) -> None:
+        keys = refs.k_smem.at[slot].transpose((1, 0))
+        plgpu.wgmma(product, refs.q_smem.at[lax.axis_index("warpgroup")], keys)
 
     def _clear_values(self, refs: _Refs, slot: Array, known: Array) -> None:
         """Values beyond a sequence's end may be NaN, and zero times NaN is NaN. Both warpgroups write the same."""

@@ -3,8 +3,9 @@
 After FlashAttention 3 (Shah et al., arXiv:2407.08608). A thread block stays on its multiprocessor and works through a
 list of items, each 128 queries of one sequence and head. The four warps of one warpgroup bring keys and values into
 shared memory, a block of the cache a copy of the tensor memory accelerator; two other warpgroups take 64 queries each
-and turns on the tensor cores: while one multiplies, the other computes its softmax. Items are dealt longest first and
-in serpentine order, which evens out causal work.
+and turns on the tensor cores. In a turn a warpgroup queues the scores of a step of keys and, behind them, the last
+step's weights times its values; its softmax runs beside the latter and the other one's turn. Items are dealt longest
+first and in serpentine order, which evens out causal work.
 """
 
 from __future__ import annotations

@@ -62,20 +62,23 @@ def test_in_the_interpreter(monkeypatch, shape):
     """Items of nobody, whole and cut, with and without keys before them. A barrier that nobody arrives at hangs."""
 
     # The interpreter has no accumulator with a value.
-    def add_product(accumulator, a, b, issued):
+    def multiply(state, values, issued):
         issued()
-        return accumulator + jnp.dot(a, b[...], preferred_element_type=jnp.float32)
+        product = jnp.dot(state.weights, values[...], preferred_element_type=jnp.float32)
+        return state._replace(accumulator=state.accumulator + product)
 
-    def add_product_meanwhile(accumulator, a, b, begin, shape, issued, use, like):
-        def product(ref):
-            begin(ref)
-            return ref[...]
+    def multiply_and_weigh(state, values, begin, issued, weigh):
+        def scores_of(product):
+            begin(product)
+            return product[...]
 
-        scores = pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
-        return add_product(accumulator, a, b, issued), use(scores)
+        state = multiply(state, values, issued)
+        scores = pl.run_scoped(scores_of, plgpu.ACC(state.weights.shape, jnp.float32))
+        peak, total, keep, weights = weigh(scores)
+        return mosaic_kernel.Softmax(state.accumulator, peak, total, weights.astype(state.weights.dtype)), keep
 
-    monkeypatch.setattr(mosaic_kernel, "add_product", add_product)
-    monkeypatch.setattr(mosaic_kernel, "add_product_meanwhile", add_product_meanwhile)
+    monkeypatch.setattr(mosaic_kernel, "multiply", multiply)
+    monkeypatch.setattr(mosaic_kernel, "multiply_and_weigh", multiply_and_weigh)
     run = partial(error, shape, "bfloat16", tuning=Tuning(thread_blocks=2))
     assert run(interpret=plgpu.InterpretGPUParams()) < TOLERANCE["bfloat16"]
 
