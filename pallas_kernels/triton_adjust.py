@@ -29,11 +29,11 @@ def adjust_kernel(
     WORDS: tl.constexpr, EDIT_BLOCKS: tl.constexpr, EDIT_BLOCKS_PAD: tl.constexpr, VOCAB: tl.constexpr,
     CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (chunks, R): ``out[R, VOCAB]``; what ``summarize_given`` says of each chunk, and ``summarize`` of the
+    """Grid (R * chunks,): ``out[R, VOCAB]``; what ``summarize_given`` says of each chunk, and ``summarize`` of the
     result. ``row_words`` and ``slot_words`` are WORDS words of bits a row; ``lowest[R, EDIT_BLOCKS]`` and ``highest``
     say between which ids the edits of a block are. ``seen``, ``slot_words`` and ``edit_values`` are by slot. What
     all programs read is asked for before the first sum, whose threads wait for each other."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    row, chunk = (tl.program_id(0) // CHUNKS).to(tl.int64), tl.program_id(0) % CHUNKS
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < VOCAB
     block = tl.arange(0, EDIT_BLOCKS_PAD)
@@ -90,7 +90,7 @@ def run_adjust(
     parameters, out = plan.stats
     blocks = edits.lowest.shape[1]
     results: tuple[Any, ...] = call(
-        adjust_kernel, (plan.chunks, plan.rows),
+        adjust_kernel, (plan.programs,),
         (logits, seen, slots, *penalties, *allowed, *edits, rows.temperature, rows.top_p, rows.top_k),
         [(jnp.float32, logits.shape), *out],
         WORDS=allowed.by_row.shape[1], EDIT_BLOCKS=blocks, EDIT_BLOCKS_PAD=triton.next_power_of_2(blocks), **parameters,

@@ -64,6 +64,12 @@ class SamplingPlan:
         return triton.cdiv(self.vocab, self.chunk)
 
     @property
+    def programs(self) -> int:
+        """Of kernels that share rows: those of a row side by side, which reads memory faster. One number, since there
+        may be more rows than a grid's second one can count."""
+        return self.rows * self.chunks
+
+    @property
     def sampled(self) -> int:
         """Logits of a row's sample."""
         return self.vocab // self.stride
@@ -99,14 +105,14 @@ def run_kernels(
     of_row = dict(CHUNKS_PAD=triton.next_power_of_2(chunks), **shared)
     if not stats:
         parameters, out = plan.stats
-        stats = call(stats_kernel, (chunks, count), (logits, *cuts), out, **parameters)
+        stats = call(stats_kernel, (plan.programs,), (logits, *cuts), out, **parameters)
     stats, argmax, sampled = stats
     [bounds] = call(
         pivot_kernel, (count,), (*cuts, rows.min_p, stats, sampled), [(floats, (count, 4))],
         SAMPLE=plan.sampled, SAMPLE_PAD=triton.next_power_of_2(plan.sampled), LISTED=plan.listed, num_warps=4, **of_row,
     )  # fmt: skip
     drawn = call(
-        draw_kernel, (chunks, count), (logits, *cuts, *noise, stats, bounds),
+        draw_kernel, (plan.programs,), (logits, *cuts, *noise, stats, bounds),
         [
             (floats, (count, 3, chunks)), (floats, (count, 2, chunks)),
             (ids, (count, chunks)), (ids, (count, chunks)), (ids, (count, chunks, plan.segment)),

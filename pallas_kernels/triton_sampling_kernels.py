@@ -144,10 +144,10 @@ def stats_kernel(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, STRIDE: tl.constexpr, SAMPLE: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (chunks, R): what ``summarize`` and ``summarize_given`` say of each chunk."""
+    """Grid (R * chunks,): what ``summarize`` and ``summarize_given`` say of each chunk."""
     if CHAINED:
         enter()
-    chunk, row = tl.program_id(0), tl.program_id(1)
+    row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     row_ptr = logits_ptr + row.to(tl.int64) * VOCAB
     x = tl.load(row_ptr + ids, mask=ids < VOCAB, other=float("-inf"))
@@ -273,7 +273,7 @@ def draw_kernel(
     VOCAB: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, SEGMENT: tl.constexpr,
     CHAINED: tl.constexpr = False,
 ):  # fmt: skip
-    """Grid (chunks, R). Of the tokens at or above the lower bound the first and second ``arrival[R, 2, chunks]``, and
+    """Grid (R * chunks,). Of the tokens at or above the lower bound the first and second ``arrival[R, 2, chunks]``, and
     the id (``best``) of the first; or, if the upper bound is infinite, their ``count[R, chunks]`` and the first SEGMENT
     ids in ``list[R, chunks, SEGMENT]``. ``amounts[R, 3, chunks]``: the number (for top-k) or weight of those at or
     above the lower bound, and the upper one, if finite; and, with min-p and without top-k, the weight of those that
@@ -285,7 +285,7 @@ def draw_kernel(
     """
     if CHAINED:
         enter()
-    chunk, row = tl.program_id(0), tl.program_id(1)
+    row, chunk = tl.program_id(0) // CHUNKS, tl.program_id(0) % CHUNKS
     temperature = tl.load(temperature_ptr + row)
     if temperature > 0.0:
         _, _, cut_p, cut_k = cuts(top_p_ptr, top_k_ptr, row, VOCAB)

@@ -201,7 +201,7 @@ def test_adjusted_logits_and_what_is_sampled_of_them(vocab: int, sizes: dict[str
     np.testing.assert_allclose(got.array, normalizers, rtol=1e-6)
     parameters, shapes = plan.stats
     operands = (out, rows.temperature, rows.top_p, rows.top_k)
-    of_result = run_kernel(triton_sampling.stats_kernel, (plan.chunks, count), operands, shapes, **parameters)
+    of_result = run_kernel(triton_sampling.stats_kernel, (plan.programs,), operands, shapes, **parameters)
     stats[0].array[:, 2:] = of_result[0].array[:, 2:]  # what the model gave is something else
     for got, expected in zip(stats, of_result, strict=True):
         np.testing.assert_array_equal(got.array, expected.array)
@@ -310,3 +310,20 @@ def test_the_exact_cut_is_looked_for_where_it_matters(monkeypatch: pytest.Monkey
     np.testing.assert_array_equal(got, reference_sample(logits, rows, positions)[0])
     assert len(exactly) == 2
     assert len(dropped) == 1
+
+
+def test_there_is_no_limit_of_rows():
+    """A grid's first number may be as large as 2^31 - 1, the others no more than 65,535."""
+    grids = []
+
+    def call(kernel, grid, operands, out, **parameters):
+        grids.append(grid)
+        return out
+
+    rows, nothing = sampling.SamplingRows(*[None] * 6), np.empty((0, 16))
+    plan = triton_sampling.plan_sampling(100_000, nothing.shape[1])
+    triton_sampling.run_kernels(call, plan, nothing, rows, None)
+    allowed, edits = adjust.Allowed(*[nothing] * 3), adjust.Edits(*[nothing] * 4)
+    triton_adjust.run_adjust(call, plan, nothing, None, None, (), allowed, edits, rows)
+    assert len(grids) == 5
+    assert all(max(grid[1:], default=0) <= 65_535 for grid in grids)
