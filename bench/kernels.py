@@ -131,12 +131,12 @@ def measure(kind: str, case: Case, backend: str, block_size: int) -> float:
     return time_chain(chain, random_array((case.batch * case.length, HEADS, DIM), 99), caches)
 
 
-def decode_chain(tables: jax.Array, lens: jax.Array, backend: str, sizes: dict[str, Any]) -> Chain:
+def decode_chain(tables: jax.Array, lens: jax.Array, backend: str, sizes: dict[str, Any], calls: int = CALLS) -> Chain:
     """One plan, as in a step, and the layers that go by it."""
 
     def chain(q: jax.Array, caches: Caches) -> jax.Array:
         plan = pallas_kernels.plan_decode(lens, backend=backend, **sizes)
-        for index in range(CALLS):
+        for index in range(calls):
             cache = caches[index % len(caches)]
             q, plan = pallas_kernels.decode_attention(q, *cache, tables, lens, plan, scale=DIM**-0.5, backend=backend)
         return q
